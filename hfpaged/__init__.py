@@ -1,0 +1,20 @@
+"""hfpaged: a paged, continuous-batching engine under a live Hugging Face model.
+
+    import hfpaged
+    model.patch()                      # or hfpaged.patch(model)
+    model.generate(**inputs)           # unchanged code, same tokens
+
+Importing the package gives every `PreTrainedModel` the methods `patch` and `unpatch`.
+"""
+
+from transformers import PreTrainedModel
+
+from hfpaged.config import EngineConfig
+from hfpaged.patch import engine, patch, patched, unpatch, weights_changed
+from hfpaged.support import support
+
+__version__ = "0.1.0"
+__all__ = ["EngineConfig", "engine", "patch", "patched", "support", "unpatch", "weights_changed"]
+
+PreTrainedModel.patch = patch
+PreTrainedModel.unpatch = unpatch

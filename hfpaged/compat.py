@@ -1,0 +1,48 @@
+"""Everything that differs between the Transformers releases hfpaged supports (5.17 and newer), chosen by feature test.
+
+`past_key_values` became `cache` (forward argument, model keyword and output field) in 5.24; nothing else in
+hfpaged mentions either name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import lru_cache
+from typing import Any
+
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+CACHE_NAMES = ("cache", "past_key_values")
+ATTENTION_NAME = "hfpaged"
+
+
+@lru_cache(maxsize=1)
+def cache_field() -> str:
+    """Name of the KV cache in this release's model keywords and generate outputs."""
+    fields = inspect.signature(GenerateDecoderOnlyOutput).parameters
+    return next(name for name in CACHE_NAMES if name in fields)
+
+
+def pop_cache(model_kwargs: dict[str, Any]) -> Any | None:
+    """Take the KV cache out of the keywords that `generate` hands to a decoding method; None if there is none."""
+    caches = [model_kwargs.pop(name, None) for name in CACHE_NAMES]
+    return next((cache for cache in caches if cache is not None), None)
+
+
+def is_user_cache(cache: Any) -> bool:
+    """Whether `generate` was given this cache, instead of having made it."""
+    return bool(getattr(cache, "_is_user_defined", False)) or cache.get_seq_length() > 0
+
+
+def decoder_only_output(sequences: Any, scores: Any, logits: Any, cache: Any = None) -> GenerateDecoderOnlyOutput:
+    """`GenerateDecoderOnlyOutput` with the cache under this release's name."""
+    return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{cache_field(): cache})
+
+
+def is_capture_hook(hook: Any) -> bool:
+    """Whether a forward hook is one that Transformers installs itself to collect hidden states and attentions.
+
+    Such hooks stay on the modules after the first call that asked for them and do nothing unless asked again.
+    """
+    function = getattr(hook, "func", hook)
+    return getattr(function, "__module__", "").startswith("transformers.utils.")

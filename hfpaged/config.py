@@ -1,0 +1,85 @@
+"""EngineConfig: every knob of the engine, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from hfpaged.errors import ConfigError
+
+PREEMPTION = ("auto", "swap", "recompute")
+WEIGHTS = ("watch", "frozen")
+ON_UNSUPPORTED = ("raise", "stock")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of `patch(model, **options)`.
+
+    Attributes:
+        block_size: tokens per KV block.
+        num_blocks: size of the KV pool in blocks. None: from `kv_memory_gib`.
+        kv_memory_gib: memory the pool may grow to, in GiB. None: a quarter of what is free at the first request.
+        max_batch_tokens: most tokens (prompt chunks and decodes together) in one step.
+        max_requests: most requests in one step.
+        prefix_caching: share the KV blocks of equal prefixes, within and across calls.
+        preemption: what happens to a request that must give its blocks back: "swap" them to the host, "recompute"
+            them later, or "auto", whichever is cheaper.
+        attention_backend: "auto", or the name of one ("native", "torch").
+        weights: "watch" fingerprints the weights at each call that finds the engine idle; "frozen" promises that
+            they never change.
+        release_after_call: free the KV pool as soon as no request is running (training loops).
+        on_unsupported: what `generate` does with a call the engine cannot take for a reason of the model's
+            own making: "stock" runs Transformers' own code, counted in `engine.stats()`; "raise" says so.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_memory_gib: float | None = None
+    max_batch_tokens: int = 512
+    max_requests: int = 256
+    prefix_caching: bool = True
+    preemption: Literal["auto", "swap", "recompute"] = "auto"
+    attention_backend: str = "auto"
+    weights: Literal["watch", "frozen"] = "watch"
+    release_after_call: bool = False
+    on_unsupported: Literal["raise", "stock"] = "stock"
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "max_batch_tokens", "max_requests"):
+            _require_positive_int(name, getattr(self, name))
+        if self.num_blocks is not None:
+            _require_positive_int("num_blocks", self.num_blocks)
+        if self.kv_memory_gib is not None and not (_is_number(self.kv_memory_gib) and 0 < self.kv_memory_gib < 1 << 20):
+            raise ConfigError(f"kv_memory_gib must be a positive number of GiB, got {self.kv_memory_gib!r}")
+        for name in ("prefix_caching", "release_after_call"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        _require_choice("preemption", self.preemption, PREEMPTION)
+        _require_choice("weights", self.weights, WEIGHTS)
+        _require_choice("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
+        if not isinstance(self.attention_backend, str):
+            raise ConfigError(f"attention_backend must be a name, got {self.attention_backend!r}")
+
+    @classmethod
+    def from_options(cls, options: dict[str, Any]) -> EngineConfig:
+        """Build a config from keyword options, refusing names that do not exist."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ConfigError(f"unknown engine option(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        return replace(cls(), **options)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _require_positive_int(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _require_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -1,0 +1,77 @@
+"""Every exception hfpaged raises on purpose. All derive from HfpagedError; a bad value is a ValueError too."""
+
+from __future__ import annotations
+
+
+class HfpagedError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigError(HfpagedError, ValueError):
+    """An EngineConfig field or a per-request option has a value that cannot work."""
+
+
+class InputError(HfpagedError, ValueError):
+    """A prompt, mask or token id that cannot be generated from. Raised before anything is queued."""
+
+
+class UnsupportedModelError(HfpagedError):
+    """The model cannot run on the paged engine.
+
+    `reasons` lists why, one sentence each, as `hfpaged.support(model)` gives them.
+    """
+
+    def __init__(self, reasons: list[str]):
+        self.reasons = list(reasons)
+        super().__init__("this model cannot be patched: " + "; ".join(self.reasons))
+
+
+class UnsupportedOptionError(HfpagedError, ValueError):
+    """A generation option that the engine cannot honour on this path. The message names the option and the way out."""
+
+
+class AlreadyPatchedError(HfpagedError):
+    """`patch` was called on a patched model with other options. Call `unpatch` first."""
+
+
+class NotPatchedError(HfpagedError):
+    """An engine was asked for on a model that is not patched."""
+
+
+class RequestTooLargeError(HfpagedError, ValueError):
+    """A request that could never fit the KV pool, even alone. Carries both numbers, in blocks."""
+
+    def __init__(self, needed: int, available: int):
+        self.needed, self.available = needed, available
+        super().__init__(
+            f"the request needs {needed} KV blocks but the pool has {available}; "
+            "ask for fewer new tokens, or raise num_blocks or kv_memory_gib"
+        )
+
+
+class RequestCancelled(HfpagedError):
+    """The request was cancelled before it finished."""
+
+
+class EngineReleasedError(HfpagedError):
+    """The engine of this request was released or unpatched while the request was running."""
+
+
+class ForkedEngineError(HfpagedError):
+    """The process was forked while requests were running; the child cannot continue them."""
+
+
+class InvariantError(HfpagedError, AssertionError):
+    """`engine.check()` found the block books inconsistent. Always a bug in hfpaged."""
+
+
+class NativeKernelError(HfpagedError):
+    """The compiled kernel library cannot be loaded, or refused its arguments."""
+
+
+class MissingDependencyError(HfpagedError, ImportError):
+    """An optional package is needed for what was asked. The message names the extra that installs it."""
+
+
+class ModelDownloadError(HfpagedError):
+    """The default model is neither cached nor reachable."""

@@ -1,0 +1,144 @@
+"""GenerateCall: what Transformers' `generate` hands to a decoding method, in one object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from hfpaged.errors import UnsupportedOptionError
+
+REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache")
+MOST_SALT_CHARACTERS = 256
+
+
+class PreparedProcessors(LogitsProcessorList):
+    """The processors of a call, with how Transformers made them, so that they can be made again for one row.
+
+    Attributes:
+        arguments: keyword arguments of `_get_logits_processor`.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, arguments: dict[str, Any]):
+        super().__init__(processors)
+        self.arguments = arguments
+
+    def is_users(self, index: int) -> bool:
+        """Whether the processor at `index` must see the call's whole batch: the user's own, or one that keeps state."""
+        users = self.arguments.get("logits_processor") or ()
+        processor = self[index]
+        return any(processor is one for one in users) or type(processor).__name__ in _BATCH_STATEFUL
+
+
+# Transformers' own processors that call back to the user, or keep state from step to step.
+_BATCH_STATEFUL = frozenset({"PrefixConstrainedLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"})
+
+
+class PreparedCriteria(StoppingCriteriaList):
+    """The stopping criteria of a call, with those that the user passed."""
+
+    def __init__(self, criteria: StoppingCriteriaList, users: StoppingCriteriaList | None):
+        super().__init__(criteria)
+        self.users = list(users or ())
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """`generate(..., hfpaged={...})`: what Transformers has no option for.
+
+    Attributes:
+        seed: of the random numbers; one for the call, or a list with one for each prompt. None: drawn from PyTorch.
+        cache_salt: only requests with the same salt share cached prefixes.
+        priority: lower runs first.
+        prefix_cache: False neither reads nor enters the prefix cache.
+    """
+
+    seed: int | list[int] | None = None
+    cache_salt: str = ""
+    priority: int = 0
+    prefix_cache: bool = True
+
+    @classmethod
+    def from_keyword(cls, options: Any) -> RequestOptions:
+        """Validate the value of the `hfpaged` keyword."""
+        if options is None:
+            return cls()
+        if not isinstance(options, dict):
+            raise UnsupportedOptionError(f"hfpaged= takes a dict of options, got {type(options).__name__}")
+        unknown = sorted(set(options) - set(REQUEST_OPTIONS))
+        if unknown:
+            raise UnsupportedOptionError(
+                f"unknown hfpaged option(s) {', '.join(map(str, unknown))}; known: {', '.join(REQUEST_OPTIONS)}"
+            )
+        made = cls(**options)
+        made._validate()
+        return made
+
+    def _validate(self) -> None:
+        seeds = self.seed if isinstance(self.seed, list) else [] if self.seed is None else [self.seed]
+        if not all(_is_int(seed) and 0 <= seed < 1 << 64 for seed in seeds):
+            raise UnsupportedOptionError(f"seed must be an integer from 0 to 2**64 - 1, or a list, got {self.seed!r}")
+        if not isinstance(self.cache_salt, str) or len(self.cache_salt) > MOST_SALT_CHARACTERS:
+            raise UnsupportedOptionError(f"cache_salt must be a string of at most {MOST_SALT_CHARACTERS} characters")
+        if not _is_int(self.priority) or abs(self.priority) > 1 << 30:
+            raise UnsupportedOptionError(f"priority must be an integer, got {self.priority!r}")
+        if not isinstance(self.prefix_cache, bool):
+            raise UnsupportedOptionError(f"prefix_cache must be True or False, got {self.prefix_cache!r}")
+
+
+@dataclass(frozen=True)
+class GenerateCall:
+    """One call in a mode that the engine may take.
+
+    Attributes:
+        input_ids: [B, L] left-padded prompts, already repeated `num_return_sequences` times.
+        attention_mask: [B, L], or None if all ones.
+        model_kwargs: what else `generate` prepared for the model's forward.
+    """
+
+    input_ids: torch.LongTensor
+    attention_mask: torch.Tensor | None
+    processors: PreparedProcessors
+    criteria: PreparedCriteria
+    config: GenerationConfig
+    streamer: BaseStreamer | None
+    options: RequestOptions
+    synced_gpus: bool = False
+    model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.input_ids.shape[0]
+
+    @property
+    def padded_len(self) -> int:
+        """L."""
+        return self.input_ids.shape[1]
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens that each row may get: what `max_length` leaves beyond the padded width, as in Transformers."""
+        return self.config.max_length - self.padded_len
+
+    @property
+    def stops_at_eos(self) -> bool:
+        """Whether rows end at a token, and are padded from there on."""
+        return any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
+
+    @property
+    def keeps_scores(self) -> bool:
+        """Whether processed scores are part of the output."""
+        return bool(self.config.return_dict_in_generate and self.config.output_scores)
+
+    @property
+    def keeps_logits(self) -> bool:
+        """Whether raw logits are part of the output."""
+        return bool(self.config.return_dict_in_generate and self.config.output_logits)
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

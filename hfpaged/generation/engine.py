@@ -1,0 +1,106 @@
+"""Engine: what `hfpaged.engine(model)` returns. Requests by token ids, without going through `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
+
+from hfpaged.errors import UnsupportedOptionError
+from hfpaged.generation.call import GenerateCall, RequestOptions
+from hfpaged.generation.rows import check_prompt, row_specs
+from hfpaged.runtime.engine import EngineCore
+from hfpaged.runtime.handle import GenerationHandle
+
+ENGINE_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+
+
+class Engine(EngineCore):
+    """The engine of one patched model. All methods may be called from any thread."""
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        generation_config: GenerationConfig | None = None,
+        *,
+        tokenizer: Any = None,
+        hfpaged: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> GenerationHandle:
+        """Queue one prompt and return at once.
+
+        Args:
+            prompt_ids: token ids, at least one.
+            generation_config, options: as in `generate`; merged with the model's own in the same way.
+            tokenizer: needed for `stop_strings` only.
+            hfpaged: per-request options (seed, cache_salt, priority, prefix_cache).
+
+        Returns:
+            A handle: iterate over it for token ids, or call `result()` or `cancel()`.
+
+        Raises:
+            InputError, RequestTooLargeError, UnsupportedOptionError: nothing was queued.
+        """
+        model = self.live_model()
+        call = _single_row_call(model, list(prompt_ids), generation_config, tokenizer, hfpaged, options)
+        specs = row_specs(model, call, model._row_logits_processor)
+        return self.submit_specs(specs)[0]
+
+
+def _single_row_call(
+    model: PreTrainedModel,
+    prompt: list[int],
+    generation_config: GenerationConfig | None,
+    tokenizer: Any,
+    request_options: dict[str, Any] | None,
+    options: dict[str, Any],
+) -> GenerateCall:
+    """Prepare one prompt as `generate` does: merge configs, resolve lengths and special tokens, build the lists."""
+    check_prompt(prompt, model.get_input_embeddings().num_embeddings)
+    has_default_max_length = _is_default("max_length", model, generation_config, options)
+    has_default_min_length = _is_default("min_length", model, generation_config, options)
+    config, unknown = model._prepare_generation_config(generation_config, **options)
+    if unknown:
+        raise UnsupportedOptionError(f"engine.submit does not know {', '.join(sorted(unknown))}")
+    if config.get_generation_mode() not in ENGINE_MODES or (config.num_return_sequences or 1) > 1:
+        raise UnsupportedOptionError("engine.submit takes one greedy or sampled sequence; use generate() for others")
+    ids = torch.tensor([prompt], device=model.device)
+    model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=ids.device, batch_size=1)
+    config = model._prepare_generated_length(
+        generation_config=config,
+        has_default_max_length=has_default_max_length,
+        has_default_min_length=has_default_min_length,
+        model_input_name="input_ids",
+        inputs_tensor=ids,
+        input_ids_length=len(prompt),
+    )
+    model._validate_generated_length(config, len(prompt), has_default_max_length)
+    processors = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=ids,
+        device=ids.device,
+        model_kwargs={},
+    )
+    criteria = model._get_stopping_criteria(
+        generation_config=config, stopping_criteria=StoppingCriteriaList(), tokenizer=tokenizer
+    )
+    return GenerateCall(
+        input_ids=ids,
+        attention_mask=None,
+        processors=processors,
+        criteria=criteria,
+        config=config,
+        streamer=None,
+        options=RequestOptions.from_keyword(request_options),
+    )
+
+
+def _is_default(
+    name: str, model: PreTrainedModel, generation_config: GenerationConfig | None, options: dict[str, Any]
+) -> bool:
+    sources = (options.get(name), getattr(generation_config, name, None), getattr(model.generation_config, name))
+    return all(value is None for value in sources)

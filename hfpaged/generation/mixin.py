@@ -1,0 +1,148 @@
+"""PagedGenerationMixin: put in front of a model's class by `patch`, it takes `generate`'s decoding loop to the engine.
+
+Transformers does all preparation (config merging, lengths, expansion, processors, criteria) and then looks the
+decoding method up on the class. Only those methods are overridden; whatever the engine does not take goes on to stock.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+from hfpaged.compat import pop_cache
+from hfpaged.errors import UnsupportedOptionError
+from hfpaged.generation.call import GenerateCall, PreparedCriteria, PreparedProcessors, RequestOptions
+from hfpaged.generation.engine import Engine
+from hfpaged.generation.lockstep import LockstepLoop
+from hfpaged.generation.outputs import generate_output
+from hfpaged.generation.routing import stock_reason
+from hfpaged.generation.rows import row_processors, row_specs
+from hfpaged.runtime.handle import GenerationHandle
+
+STATE_ATTRIBUTE = "_hfpaged"
+
+
+class PagedGenerationMixin:
+    """Overrides of `transformers.GenerationMixin`. Instances carry their engine in `_hfpaged`."""
+
+    _hfpaged: Engine
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
+        model_kwargs.pop("hfpaged", None)
+        super()._validate_model_kwargs(model_kwargs)
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        arguments = inspect.signature(super()._get_logits_processor).bind(*args, **kwargs).arguments
+        return PreparedProcessors(super()._get_logits_processor(**arguments), arguments)
+
+    def _get_stopping_criteria(
+        self,
+        generation_config: GenerationConfig,
+        stopping_criteria: StoppingCriteriaList | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> StoppingCriteriaList:
+        criteria = super()._get_stopping_criteria(generation_config, stopping_criteria, *args, **kwargs)
+        return PreparedCriteria(criteria, stopping_criteria)
+
+    def _sample(
+        self,
+        input_ids: Any,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        options = RequestOptions.from_keyword(model_kwargs.pop("hfpaged", None))
+        plain_kwargs = dict(model_kwargs)
+        cache = pop_cache(plain_kwargs)
+        call = GenerateCall(
+            input_ids=input_ids,
+            attention_mask=plain_kwargs.pop("attention_mask", None),
+            processors=logits_processor,
+            criteria=stopping_criteria,
+            config=generation_config,
+            streamer=streamer,
+            options=options,
+            synced_gpus=synced_gpus,
+            model_kwargs=plain_kwargs,
+        )
+        reason = stock_reason(self, call, cache)
+        if reason is None:
+            return self._run_on_engine(call)
+        self._leave_to_stock(reason)
+        return super()._sample(
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stock_mode("_beam_search", "beam search", args, kwargs)
+
+    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stock_mode("_assisted_decoding", "assisted decoding", args, kwargs)
+
+    def _stock_mode(self, method: str, reason: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        RequestOptions.from_keyword(kwargs.pop("hfpaged", None))
+        self._leave_to_stock(reason)
+        return getattr(super(), method)(*args, **kwargs)
+
+    def _leave_to_stock(self, reason: str) -> None:
+        if self._hfpaged.config.on_unsupported == "raise":
+            raise UnsupportedOptionError(
+                f"the engine does not take this call ({reason}) and on_unsupported='raise'; "
+                "patch with on_unsupported='stock' to let Transformers run it"
+            )
+        self._hfpaged.counters.fallbacks[reason] += 1
+
+    def _row_logits_processor(self, **arguments: Any) -> LogitsProcessorList:
+        """Transformers' own list, as it would build it for an unpatched model."""
+        return super()._get_logits_processor(**arguments)
+
+    def _run_on_engine(self, call: GenerateCall) -> Any:
+        if _needs_lockstep(call):
+            specs = row_specs(self, call, self._row_logits_processor, steered=True)
+            row_lists = [row_processors(call, spec.prompt, self._row_logits_processor) for spec in specs]
+            return LockstepLoop(self._hfpaged, call, specs, row_lists).run()
+        handles = self._hfpaged.submit_specs(row_specs(self, call, self._row_logits_processor))
+        try:
+            if call.streamer is not None:
+                _stream(call, handles[0])
+            for handle in handles:
+                handle.result()
+        finally:
+            self._hfpaged.cancel(handles)
+        return generate_output(call, handles)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Copies and pickles are of the unpatched model: an engine belongs to one live instance."""
+        function, arguments, state, *rest = super().__reduce_ex__(protocol)
+        arguments = tuple(self._hfpaged_original_class if one is type(self) else one for one in arguments)
+        state = {name: value for name, value in state.items() if name != STATE_ATTRIBUTE}
+        return (function, arguments, state, *rest)
+
+
+def _needs_lockstep(call: GenerateCall) -> bool:
+    """Whether something in the call must see its whole batch at every step."""
+    if call.criteria.users or any(call.processors.is_users(index) for index in range(len(call.processors))):
+        return True
+    if call.num_rows == 1:
+        return False
+    # Without an end token, stock goes on with rows that another criterion ended until all have.
+    ends_unevenly = not call.stops_at_eos and len(call.criteria) > 1
+    return call.streamer is not None or ends_unevenly
+
+
+def _stream(call: GenerateCall, handle: GenerationHandle) -> None:
+    for token in handle:
+        call.streamer.put(call.input_ids.new_tensor([token]).cpu())
+    call.streamer.end()

@@ -1,0 +1,118 @@
+"""Which calls the engine takes. Every reason to leave one to Transformers is a short name, counted in the stats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel
+
+from hfpaged.compat import is_capture_hook, is_user_cache
+from hfpaged.generation.call import GenerateCall
+from hfpaged.generation.rows import mask_is_left_padding
+
+# Keywords that `generate` prepares for every decoder and that the engine makes for itself.
+KNOWN_MODEL_KWARGS = frozenset({"position_ids", "logits_to_keep", "use_cache", "return_dict"})
+# RoPE variants that choose their frequencies by the longest position of a forward: exact in a packed step only as long
+# as no request passes the length below which the choice is fixed.
+LENGTH_DEPENDENT_ROPE = {"longrope": "original_max_position_embeddings", "dynamic": None}
+
+
+def stock_reason(model: PreTrainedModel, call: GenerateCall, cache: object | None) -> str | None:
+    """Why this call must take Transformers' own path, or None if the engine takes it."""
+    for check in (_inputs_reason, _config_reason):
+        reason = check(call, cache)
+        if reason is not None:
+            return reason
+    if "prepare_inputs_for_generation" in vars(model):
+        return "prepare_inputs_for_generation replaced"
+    if rope_reach(model) is not None and call.config.max_length > rope_reach(model):
+        return "rope changes with length"
+    if _has_dropout(model):
+        return "dropout in train mode"
+    if _has_user_hooks(model):
+        return "user hooks"
+    return None
+
+
+def _inputs_reason(call: GenerateCall, cache: object | None) -> str | None:
+    if call.synced_gpus:
+        return "synced_gpus"
+    if cache is not None and is_user_cache(cache):
+        return "user cache"
+    unknown = sorted(
+        name for name, value in call.model_kwargs.items() if value is not None and name not in KNOWN_MODEL_KWARGS
+    )
+    if unknown:
+        return f"model argument {unknown[0]}"
+    if call.attention_mask is not None and not mask_is_left_padding(call.attention_mask):
+        return "mask with holes"
+    if not _positions_are_plain(call):
+        return "position_ids"
+    return None
+
+
+def _config_reason(call: GenerateCall, cache: object | None) -> str | None:
+    config = call.config
+    if config.use_cache is False:
+        return "use_cache=False"
+    if config.cache_implementation not in (None, "dynamic"):
+        return "cache_implementation"
+    if config.output_attentions or config.output_hidden_states:
+        return "attentions or hidden states"
+    if config.is_assistant:
+        return "assistant model"
+    return None
+
+
+def _positions_are_plain(call: GenerateCall) -> bool:
+    """Whether position ids are those that `generate` derives from the mask."""
+    given = call.model_kwargs.get("position_ids")
+    if given is None:
+        return True
+    mask = call.attention_mask
+    if mask is None:
+        expected = torch.arange(call.padded_len, device=given.device).expand(call.num_rows, -1)
+        return given.shape[-1] == call.padded_len and bool((given == expected).all())
+    expected = mask.long().cumsum(-1) - 1
+    return given.shape == mask.shape and bool(((given == expected) | (mask == 0)).all())
+
+
+def rope_reach(model: PreTrainedModel) -> int | None:
+    """Length up to which rotary embeddings do not depend on the longest sequence of a forward; None: always."""
+    config = model.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    variants = (
+        parameters.values() if parameters and all(isinstance(v, dict) for v in parameters.values()) else [parameters]
+    )
+    reaches = []
+    for variant in variants:
+        if variant.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            field = LENGTH_DEPENDENT_ROPE[variant["rope_type"]]
+            reaches.append(variant.get(field) or getattr(config, field or "", None) or config.max_position_embeddings)
+    return min(reaches, default=None)
+
+
+def _has_dropout(model: PreTrainedModel) -> bool:
+    if not model.training:
+        return False
+    in_config = any(
+        "dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(model.config).items()
+    )
+    return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def _has_user_hooks(model: PreTrainedModel) -> bool:
+    """Hooks expect their own call's [B, L, H]; a packed step would show them other people's rows."""
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        return True
+    return any(not is_capture_hook(hook) for module in model.modules() for hook in _hooks(module))
+
+
+def _hooks(module: nn.Module) -> Iterator[object]:
+    if module._forward_hooks:
+        yield from module._forward_hooks.values()
+    if module._forward_pre_hooks:
+        yield from module._forward_pre_hooks.values()

@@ -1,0 +1,127 @@
+"""From a padded batch to requests: each row becomes what Transformers would make of that prompt alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from hfpaged.errors import InputError, UnsupportedOptionError
+from hfpaged.generation.call import GenerateCall
+from hfpaged.runtime.request_spec import RequestSpec
+from hfpaged.runtime.thread_state import ThreadState
+from hfpaged.sampling.processors import CompiledProcessors
+from hfpaged.sampling.stop import StopRule
+
+MakeProcessors = Callable[..., LogitsProcessorList]
+
+
+def mask_is_left_padding(mask: torch.Tensor) -> bool:
+    """Whether every row of a [B, L] mask is zeros, then ones up to its end."""
+    ones = mask != 0
+    return bool(ones[:, -1].all() and (ones[:, 1:] >= ones[:, :-1]).all())
+
+
+def unpadded(input_ids: torch.LongTensor, mask: torch.Tensor | None, vocab_size: int) -> list[list[int]]:
+    """Token ids of each row without its left padding.
+
+    Raises:
+        InputError: an empty prompt, a mask of another shape, a row that is all padding, or an id outside the
+            vocabulary.
+    """
+    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+        raise InputError(f"a prompt needs at least one token; input_ids has shape {tuple(input_ids.shape)}")
+    if mask is not None and mask.shape != input_ids.shape:
+        raise InputError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}")
+    lengths = [input_ids.shape[1]] * input_ids.shape[0] if mask is None else (mask != 0).sum(-1).tolist()
+    rows = [row[len(row) - length :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
+    for index, row in enumerate(rows):
+        check_prompt(row, vocab_size, f"row {index}")
+    return rows
+
+
+def check_prompt(prompt: list[int], vocab_size: int, name: str = "the prompt") -> None:
+    """Raise `InputError` unless `prompt` has at least one token, all of them in the vocabulary."""
+    if not prompt:
+        raise InputError(f"{name} has no tokens (its attention mask is all zero)")
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        wrong = next(token for token in prompt if not 0 <= token < vocab_size)
+        raise InputError(f"{name} has token id {wrong}, outside the vocabulary of {vocab_size}")
+
+
+def row_specs(
+    model: PreTrainedModel, call: GenerateCall, make_processors: MakeProcessors, steered: bool = False
+) -> list[RequestSpec]:
+    """One request a row, in order.
+
+    Args:
+        make_processors: Transformers' own `_get_logits_processor` of this model.
+        steered: the caller will process logits and feed tokens itself.
+    """
+    prompts = unpadded(call.input_ids, call.attention_mask, model.get_input_embeddings().num_embeddings)
+    repeats = max(1, call.config.num_return_sequences or 1)
+    keys = _random_keys(call, repeats)
+    state = ThreadState.capture(model.device.type)
+    return [
+        RequestSpec(
+            prompt=prompt,
+            max_tokens=len(prompt) + call.max_new_tokens,
+            stop=StopRule.from_criteria(call.criteria, len(prompt) + call.max_new_tokens),
+            thread_state=state,
+            processors=None if steered else _compiled(call, prompt, make_processors),
+            do_sample=bool(call.config.do_sample),
+            seed=keys[index][0],
+            sample_index=keys[index][1],
+            keep_scores=call.keeps_scores,
+            keep_logits=call.keeps_logits,
+            steered=steered,
+            priority=call.options.priority,
+            cache_salt=call.options.cache_salt,
+            prefix_cache=call.options.prefix_cache,
+            fork_of=index - index % repeats if index % repeats else None,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def row_processors(call: GenerateCall, prompt: list[int], make_processors: MakeProcessors) -> LogitsProcessorList:
+    """The list that Transformers would build for `prompt` alone, in the order of the call's own list.
+
+    What it builds for the padded batch carries the batch's width: minimum lengths, forced tokens at the end, and so
+    on. Here `max_length` and `min_length` leave the row as many new tokens as they leave the batch.
+    """
+    if not call.processors:
+        return LogitsProcessorList()
+    config = copy.copy(call.config)
+    shift = len(prompt) - call.padded_len
+    config.max_length = call.config.max_length + shift
+    if config.min_length:
+        config.min_length = max(0, call.config.min_length + shift)
+    ids = torch.tensor([prompt], device=call.input_ids.device)
+    arguments = dict(call.processors.arguments)
+    arguments.update(
+        generation_config=config,
+        input_ids_seq_length=len(prompt),
+        encoder_input_ids=ids,
+        model_kwargs={"attention_mask": torch.ones_like(ids)},
+    )
+    return make_processors(**arguments)
+
+
+def _compiled(call: GenerateCall, prompt: list[int], make_processors: MakeProcessors) -> CompiledProcessors | None:
+    return CompiledProcessors(row_processors(call, prompt, make_processors)) if call.processors else None
+
+
+def _random_keys(call: GenerateCall, repeats: int) -> list[tuple[int, int]]:
+    """(seed, sample index) of each row. A list of seeds has one a prompt; a single seed tells rows apart by index."""
+    seed = call.options.seed
+    if isinstance(seed, list):
+        if len(seed) * repeats != call.num_rows:
+            raise UnsupportedOptionError(f"{len(seed)} seeds were given for {call.num_rows // repeats} prompts")
+        return [(seed[index // repeats], index % repeats) for index in range(call.num_rows)]
+    if seed is None:
+        # One draw from PyTorch's global generator a call, so that `set_seed` and `manual_seed` reproduce it.
+        seed = int(torch.randint(0, 1 << 62, ())) if call.config.do_sample else 0
+    return [(seed, index) for index in range(call.num_rows)]

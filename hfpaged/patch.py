@@ -1,0 +1,124 @@
+"""patch and unpatch: put the engine under one live model, and take it away again."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpaged.config import EngineConfig
+from hfpaged.errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
+from hfpaged.generation.engine import Engine
+from hfpaged.generation.mixin import STATE_ATTRIBUTE, PagedGenerationMixin
+from hfpaged.support import support
+
+
+def patch(model: Any, **options: Any) -> Any:
+    """Have `model.generate` run on the paged engine. In place, reversible, on this instance only.
+
+    Starts no thread, allocates no memory pool and touches no device: that is left to the first request.
+
+    Args:
+        model: a `PreTrainedModel`, one wrapped by PEFT or `torch.compile`, or a text-generation pipeline.
+        options: fields of `EngineConfig`.
+
+    Returns:
+        What was given.
+
+    Raises:
+        UnsupportedModelError: with the reasons of `support(model)`; the model is unchanged.
+        AlreadyPatchedError: it is patched with other options. With the same ones nothing happens.
+        ConfigError: an option that does not exist or cannot work.
+    """
+    config = EngineConfig.from_options(options)
+    target = unwrap(model)
+    existing = vars(target).get(STATE_ATTRIBUTE)
+    if existing is not None:
+        if existing.config != config:
+            raise AlreadyPatchedError("this model is patched with other options; call unpatch() first")
+        return model
+    reasons = support(target)
+    if reasons:
+        raise UnsupportedModelError(reasons)
+    original_class = type(target)
+    engine = Engine(target, original_class, config)
+    target.__class__ = _patched_class(original_class)
+    target.__dict__[STATE_ATTRIBUTE] = engine
+    return model
+
+
+def unpatch(model: Any) -> Any:
+    """Undo `patch`. Requests still running end with `EngineReleasedError`. Does nothing to an unpatched model."""
+    target = unwrap(model)
+    engine: Engine | None = target.__dict__.pop(STATE_ATTRIBUTE, None)
+    if engine is not None:
+        target.__class__ = target._hfpaged_original_class
+        engine.release()
+    return model
+
+
+@contextlib.contextmanager
+def patched(model: Any, **options: Any) -> Iterator[Any]:
+    """`with patched(model): ...` patches for the block; a model that was patched before stays so."""
+    was_patched = is_patched(model)
+    patch(model, **options)
+    try:
+        yield model
+    finally:
+        if not was_patched:
+            unpatch(model)
+
+
+def is_patched(model: Any) -> bool:
+    """Whether `generate` of this very instance runs on an engine."""
+    return STATE_ATTRIBUTE in vars(unwrap(model))
+
+
+def engine(model: Any) -> Engine:
+    """The engine of a patched model.
+
+    Raises:
+        NotPatchedError: the model is not patched.
+    """
+    found = vars(unwrap(model)).get(STATE_ATTRIBUTE)
+    if found is None:
+        raise NotPatchedError("this model is not patched; call model.patch() first")
+    return found
+
+
+def weights_changed(model: Any) -> None:
+    """Tell the engine that weights changed; needed only after `patch(model, weights="frozen")`."""
+    engine(model).weights_changed()
+
+
+def unwrap(model: Any) -> nn.Module:
+    """The `PreTrainedModel` inside a pipeline, a PEFT model or a compiled one; anything else as it is."""
+    while not isinstance(model, PreTrainedModel):
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        elif hasattr(model, "model") and hasattr(model, "tokenizer") and not isinstance(model, nn.Module):
+            model = model.model
+        elif isinstance(model, nn.Module):
+            return model
+        else:
+            raise UnsupportedModelError([f"{type(model).__name__} is not a model or pipeline"])
+    return model
+
+
+def _patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class that looks like `original` (name, module) to every check, with the mixin in front."""
+    return type(
+        original.__name__,
+        (PagedGenerationMixin, original),
+        {
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_hfpaged_original_class": original,
+        },
+    )

@@ -1,0 +1,113 @@
+"""What the runtime asks of a paged attention backend."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from hfpaged.runtime.batch import StepBatch
+
+KVTensors = tuple[torch.Tensor, torch.Tensor]
+
+
+class LayerShape(NamedTuple):
+    """Heads and head dimensions of one layer's keys and values."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class AttentionParams(NamedTuple):
+    """What differs between layers besides shapes.
+
+    Attributes:
+        scale: factor of query * key.
+        window: a token sees the last `window` tokens, itself included. None: all.
+        softcap: scores become tanh(score / softcap) * softcap, after scaling. None: no cap.
+        sinks: [H], one more logit per query head that takes probability but has no value. None: no sinks.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class AttentionBackend(ABC):
+    """Causal attention of packed tokens over paged keys and values.
+
+    One backend serves one engine: `allocate` once per layer, then for each step `begin`, and in each layer `write` and
+    `run`. It is used by one thread at a time.
+
+    The result of a token depends on the token and on its own request alone, never on what else is in the batch, on how
+    its prompt was cut into steps, or on which blocks it has. A backend that guarantees this to the last bit says so in
+    its docstring.
+    """
+
+    name: str
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int):
+        self.device = device
+        self.dtype = dtype
+        self.block_size = block_size
+
+    @classmethod
+    @abstractmethod
+    def unavailable(
+        cls, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape], block_size: int
+    ) -> str | None:
+        """Why this backend cannot serve such a model here, in one line. None: it can."""
+
+    @abstractmethod
+    def allocate(self, shape: LayerShape, num_blocks: int) -> KVTensors:
+        """Zeroed (key, value) tensors of one layer, in the backend's own layout behind the leading block dimension.
+
+        They are ordinary tensors, also when called in inference mode. On the CPU the memory is committed as blocks are
+        first written.
+        """
+
+    @abstractmethod
+    def begin(self, batch: StepBatch) -> None:
+        """Prepare a step. `batch` and its arrays stay unchanged until the next call."""
+
+    @abstractmethod
+    def write(self, kv: KVTensors, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Put the step's new keys and values into their slots.
+
+        Args:
+            kv: what `allocate` returned for the layer.
+            key: [T, Hkv, Dk], any strides.
+            value: [T, Hkv, Dv], any strides.
+        """
+
+    @abstractmethod
+    def run(self, kv: KVTensors, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+        """Attend with the step's queries over everything written so far for their requests.
+
+        Slots beyond a request's context may hold anything, NaN included, without effect.
+
+        Args:
+            kv: what `allocate` returned for the layer; `write` has been called for this step.
+            query: [T, H, Dk], any strides. Query head h reads KV head h // (H // Hkv).
+            params: the layer's.
+
+        Returns:
+            [T, H, Dv], contiguous, in the dtype of the cache.
+        """
+
+
+def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros outside inference mode. On the CPU the operating system commits a page when it is first written."""
+    with torch.inference_mode(False):
+        if device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        import numpy as np
+
+        # torch.zeros writes every page; numpy's zeros come from calloc.
+        integers = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
+        return torch.from_numpy(np.zeros(shape, dtype=integers)).view(dtype)

@@ -1,0 +1,53 @@
+"""Choice of the attention backend of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hfpaged.errors import ConfigError
+from hfpaged.runtime.attention.interface import AttentionBackend, LayerShape
+from hfpaged.runtime.attention.native_backend import NativeBackend
+from hfpaged.runtime.attention.torch_backend import TorchBackend
+
+# In order of preference; the last one runs everywhere.
+BACKENDS: tuple[type[AttentionBackend], ...] = (NativeBackend, TorchBackend)
+
+
+class BackendChoice(NamedTuple):
+    """The backend in use, and for each one that was preferred but could not be had, by name, why."""
+
+    backend: AttentionBackend
+    rejected: dict[str, str]
+
+
+def choose_backend(
+    name: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape], block_size: int
+) -> BackendChoice:
+    """Create the attention backend for a model.
+
+    Args:
+        name: "auto" for the first of `BACKENDS` that can serve the model, or the name of one.
+        device: where the model is.
+        dtype: of keys and values.
+        shapes: of all attention layers.
+        block_size: tokens per KV block.
+
+    Raises:
+        ConfigError: no backend has this name, or it cannot serve the model; the message says why.
+    """
+    known = [backend.name for backend in BACKENDS]
+    if name != "auto" and name not in known:
+        raise ConfigError(f"attention_backend must be one of {', '.join(['auto', *known])}, got {name!r}")
+    rejected: dict[str, str] = {}
+    for backend in BACKENDS:
+        if name not in ("auto", backend.name):
+            continue
+        reason = backend.unavailable(device, dtype, shapes, block_size)
+        if reason is None:
+            return BackendChoice(backend(device, dtype, block_size), rejected)
+        rejected[backend.name] = reason
+    reasons = "; ".join(f"{backend}: {reason}" for backend, reason in rejected.items())
+    raise ConfigError(f"no attention backend can be used ({reasons})")

@@ -1,0 +1,110 @@
+"""StepBatch: one plan as the flat arrays that a packed forward and the attention backends read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from hfpaged.core.plan import Plan
+
+
+@dataclass
+class StepBatch:
+    """T tokens of R requests, packed one request after the other. All arrays are C-contiguous.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int64 [T], position of each token in its own request.
+        slots: int64 [T], where the token's KV goes: block_id * block_size + offset.
+        query_start: int32 [R + 1], first packed token of each request, then T.
+        context_len: int32 [R], tokens of the request that attention sees, those of this step included.
+        table_rows: int32 [R], the request's row in `block_tables`.
+        block_tables: int32 [rows, width], persistent; entries beyond ceil(context_len / block_size) are stale.
+        block_size: tokens per block.
+        logit_rows: int64 [S], packed tokens whose logits are wanted, in plan order.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    query_start: np.ndarray
+    context_len: np.ndarray
+    table_rows: np.ndarray
+    block_tables: np.ndarray
+    block_size: int
+    logit_rows: np.ndarray
+
+
+class BlockTables:
+    """The block tables of all requests that hold blocks, one row each, updated by what a plan adds.
+
+    A step's work is proportional to the tokens and blocks that it adds, never to the context.
+    """
+
+    def __init__(self, block_size: int):
+        self.block_size = block_size
+        self._table = np.zeros((16, 16), dtype=np.int32)
+        self._rows: dict[int, int] = {}
+        self._free = list(range(15, -1, -1))
+
+    def forget(self, request_id: int) -> None:
+        """Free the row of a request that ended or lost its blocks. Unknown ids are ignored."""
+        row = self._rows.pop(request_id, None)
+        if row is not None:
+            self._free.append(row)
+
+    def build(self, plan: Plan) -> StepBatch:
+        """Update the tables by `plan` and lay its tokens out. Building the same plan again gives the same batch."""
+        for entry in plan.entries:
+            if entry.full_table is not None:
+                self._write(self._row(entry.id), 0, entry.full_table)
+            if entry.new_blocks:
+                self._write(self._row(entry.id), entry.first_new_index, entry.new_blocks)
+        counts = np.array([entry.num_tokens for entry in plan.entries], dtype=np.int64)
+        starts = np.array([entry.start for entry in plan.entries], dtype=np.int64)
+        rows = np.array([self._rows[entry.id] for entry in plan.entries], dtype=np.int32)
+        query_start = np.zeros(len(counts) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
+        blocks = self._table[np.repeat(rows, counts), positions // self.block_size].astype(np.int64)
+        wanted = np.array([entry.logits_for for entry in plan.entries], dtype=np.int64)
+        return StepBatch(
+            token_ids=np.array([token for entry in plan.entries for token in entry.tokens], dtype=np.int64),
+            positions=positions,
+            slots=blocks * self.block_size + positions % self.block_size,
+            query_start=query_start,
+            context_len=(starts + counts).astype(np.int32),
+            table_rows=rows,
+            block_tables=self._table,
+            block_size=self.block_size,
+            logit_rows=_last_rows(query_start[1:].astype(np.int64), wanted),
+        )
+
+    def _row(self, request_id: int) -> int:
+        row = self._rows.get(request_id)
+        if row is None:
+            if not self._free:
+                self._grow(rows=2 * self._table.shape[0])
+            row = self._rows[request_id] = self._free.pop()
+        return row
+
+    def _write(self, row: int, first: int, blocks: tuple[int, ...]) -> None:
+        end = first + len(blocks)
+        if end > self._table.shape[1]:
+            self._grow(width=max(end, 2 * self._table.shape[1]))
+        self._table[row, first:end] = blocks
+
+    def _grow(self, rows: int | None = None, width: int | None = None) -> None:
+        old = self._table
+        self._table = np.zeros((rows or old.shape[0], width or old.shape[1]), dtype=np.int32)
+        self._table[: old.shape[0], : old.shape[1]] = old
+        self._free.extend(range(self._table.shape[0] - 1, old.shape[0] - 1, -1))
+
+
+def _last_rows(ends: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Indices of the last `wanted[i]` packed tokens before `ends[i]`, ascending, for all i in a row."""
+    total = int(wanted.sum())
+    first_of_each = np.repeat(ends - wanted, wanted)
+    offset_in_each = np.arange(total) - np.repeat(np.cumsum(wanted) - wanted, wanted)
+    return first_of_each + offset_in_each

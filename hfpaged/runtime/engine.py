@@ -1,0 +1,96 @@
+"""EngineCore: the engine of one patched model, as other threads see it. Every call goes to the stepping thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hfpaged.config import EngineConfig
+from hfpaged.errors import RequestTooLargeError
+from hfpaged.runtime.driver import Driver
+from hfpaged.runtime.handle import GenerationHandle
+from hfpaged.runtime.request_spec import RequestSpec
+from hfpaged.runtime.stats import EngineCounters, engine_stats
+from hfpaged.runtime.stepper import Stepper
+from hfpaged.runtime.view import EngineView
+
+
+class EngineCore:
+    """Requests in, handles out. All methods may be called from any thread.
+
+    Making one starts no thread, allocates no pool and touches no device.
+    """
+
+    def __init__(self, model: PreTrainedModel, original_class: type[PreTrainedModel], config: EngineConfig):
+        self.config = config
+        self.counters = EngineCounters()
+        self._stepper = Stepper(model, EngineView(model, original_class), config, self.counters)
+        self._ids = itertools.count()
+        self._driver = Driver(self._stepper.step, has_live_requests=lambda: bool(self._stepper.live))
+
+    def submit_specs(self, specs: Sequence[RequestSpec]) -> list[GenerationHandle]:
+        """Queue the rows of one call together and return their handles in order.
+
+        Raises:
+            RequestTooLargeError: one of them could never fit the pool; none is queued.
+        """
+        self._require_fits(specs)
+        handles = [GenerationHandle(next(self._ids), len(spec.prompt), self._cancel_one) for spec in specs]
+        self._driver.post(lambda: self._stepper.admit(specs, handles))
+        return handles
+
+    def feed(self, tokens: Sequence[tuple[GenerationHandle, int | None]]) -> None:
+        """Give steered requests their next tokens; None ends one."""
+        self._driver.post(lambda: self._stepper.feed(tokens))
+
+    def cancel(self, handles: Sequence[GenerationHandle]) -> None:
+        """End those that still run; their blocks are free within a step."""
+        running = [handle for handle in handles if not handle.done]
+        if running:
+            self._driver.post(lambda: self._stepper.end(running, "cancelled"))
+
+    def live_model(self) -> PreTrainedModel:
+        """The patched model.
+
+        Raises:
+            EngineReleasedError: it has been garbage collected.
+        """
+        return self._stepper.live_model()
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the block books are inconsistent. Runs between two steps."""
+        self._driver.call(self._stepper.check)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests are not disturbed."""
+        self._driver.call(self._stepper.drop_prefixes)
+
+    def weights_changed(self) -> None:
+        """Say that the weights changed: needed with `weights="frozen"` only."""
+        self._driver.call(self._stepper.on_weights_changed)
+
+    def release(self) -> None:
+        """Free the KV pool and everything made from the weights; the next request builds them again.
+
+        Requests that still run end with `EngineReleasedError`.
+        """
+        self._driver.call(self._stepper.release)
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges and counters by name. Cheap; consistent with each other only while nothing runs."""
+        return engine_stats(self.counters, self._stepper.workspace)
+
+    def _require_fits(self, specs: Sequence[RequestSpec]) -> None:
+        workspace = self._stepper.workspace
+        if workspace is None:
+            workspace = self._driver.call(lambda: self._stepper.prepare(specs[0]))
+        for spec in specs:
+            needed = -(-spec.max_tokens // self.config.block_size)
+            if needed > workspace.pool.num_blocks:
+                raise RequestTooLargeError(needed, workspace.pool.num_blocks)
+
+    def _cancel_one(self, handle: GenerationHandle) -> None:
+        self.cancel([handle])

@@ -1,0 +1,159 @@
+"""GenerationHandle: a caller's end of one request. The stepping thread fills it, any thread reads it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import torch
+
+from hfpaged.errors import RequestCancelled
+
+
+class GenerationHandle:
+    """Iterate over it (`for` or `async for`) to get token ids as they are drawn, or call `result()`.
+
+    Attributes:
+        request_id: unique within the engine, ascending in order of submission.
+        prompt_len: tokens of the prompt.
+        tokens: new token ids so far. Grows; read it freely.
+        scores: processed scores a token, fp32 [V] each; only if asked for.
+        logits: raw logits a token, fp32 [V] each; only if asked for.
+        finish_reason: None while running, then "stop" (end of sequence, stop string or another criterion), "length",
+            "cancelled" or "error".
+    """
+
+    def __init__(self, request_id: int, prompt_len: int, on_cancel: Callable[[GenerationHandle], None]):
+        self.request_id = request_id
+        self.prompt_len = prompt_len
+        self.tokens: list[int] = []
+        self.scores: list[torch.Tensor] = []
+        self.logits: list[torch.Tensor] = []
+        self.finish_reason: str | None = None
+        self._error: BaseException | None = None
+        self._on_cancel = on_cancel
+        self._changed = threading.Condition()
+        self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
+        self._next_logits: torch.Tensor | None = None
+
+    # ---- for callers ----
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended, in whatever way."""
+        return self.finish_reason is not None
+
+    def result(self, timeout: float | None = None) -> list[int]:
+        """Wait for the end and return the new token ids.
+
+        Raises:
+            RequestCancelled: it was cancelled.
+            TimeoutError: it did not end within `timeout` seconds (it goes on).
+            Exception: whatever ended it in error.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout):
+                raise TimeoutError(f"the request has not finished within {timeout} s")
+        self._raise_if_failed()
+        return list(self.tokens)
+
+    def cancel(self) -> None:
+        """End the request; its blocks are free within a step. Does nothing if it has ended."""
+        if not self.done:
+            self._on_cancel(self)
+
+    def __iter__(self) -> Iterator[int]:
+        read = 0
+        while True:
+            self._wait_beyond(read)
+            if len(self.tokens) == read:
+                self._raise_if_failed()
+                return
+            yield self.tokens[read]
+            read += 1
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        read = 0
+        while True:
+            while len(self.tokens) == read and not self.done:
+                await self._wait_async(read)
+            if len(self.tokens) == read:
+                self._raise_if_failed()
+                return
+            yield self.tokens[read]
+            read += 1
+
+    def take_logits(self) -> torch.Tensor | None:
+        """Of a steered request: wait for the logits of its last token, fp32 [V]; None once it has been cancelled.
+
+        Raises:
+            Exception: whatever ended the request in error.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.done or self._next_logits is not None)
+            logits, self._next_logits = self._next_logits, None
+        if logits is None:
+            self._raise_if_failed()
+        return logits
+
+    # ---- for the stepping thread ----
+
+    def push(self, token: int, scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> None:
+        """A token was drawn."""
+        with self._changed:
+            if scores is not None:
+                self.scores.append(scores)
+            if logits is not None:
+                self.logits.append(logits)
+            self.tokens.append(token)
+            self._notify()
+
+    def offer_logits(self, logits: torch.Tensor) -> None:
+        """The logits of a steered request's last token are there."""
+        with self._changed:
+            self._next_logits = logits
+            self._notify()
+
+    def finish(self, reason: str, error: BaseException | None = None) -> None:
+        """The request ended. Only the first end counts."""
+        with self._changed:
+            if self.done:
+                return
+            self._error = error
+            self.finish_reason = reason
+            self._notify()
+
+    def _wait_beyond(self, read: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.done or len(self.tokens) > read)
+
+    def _notify(self) -> None:
+        self._changed.notify_all()
+        waiters, self._async_waiters = self._async_waiters, []
+        for loop, future in waiters:
+            try:
+                loop.call_soon_threadsafe(_wake, future)
+            except RuntimeError:
+                # That reader's event loop is closed: nobody waits there any more.
+                continue
+
+    async def _wait_async(self, read: int) -> None:
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        with self._changed:
+            if self.done or len(self.tokens) > read:
+                return
+            self._async_waiters.append((loop, future))
+        await future
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self.finish_reason == "cancelled":
+            raise RequestCancelled("the request was cancelled")
+
+
+def _wake(future: asyncio.Future) -> None:
+    if not future.done():
+        future.set_result(None)

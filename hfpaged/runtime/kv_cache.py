@@ -1,0 +1,58 @@
+"""KVCache: the paged keys and values of all layers. One K and one V tensor a layer, leading dimension = block id."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from hfpaged.runtime.attention.interface import AttentionBackend
+from hfpaged.runtime.step import LayerKV, SeenLayer
+
+BlockContent = list[torch.Tensor]
+
+
+class KVCache:
+    """Allocates the pool and moves whole blocks. Blocks are opaque here: their inside is the backend's layout.
+
+    Args:
+        backend: decides layout and device placement of each layer's tensors.
+        seen: the attention layers in the order they run, from the probing forward.
+        num_blocks: blocks of the pool; every layer has the same ids.
+    """
+
+    def __init__(self, backend: AttentionBackend, seen: list[SeenLayer], num_blocks: int):
+        self.num_blocks = num_blocks
+        self.layers = [LayerKV(*backend.allocate(layer.shape, num_blocks)) for layer in seen]
+
+    @staticmethod
+    def bytes_per_block(seen: list[SeenLayer], block_size: int) -> int:
+        """Bytes that one block takes over all layers."""
+        per_token = sum(
+            layer.shape.num_kv_heads * (layer.shape.key_dim + layer.shape.value_dim) * layer.dtype.itemsize
+            for layer in seen
+        )
+        return per_token * block_size
+
+    def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
+        """Copy block contents, (source, destination) each; no destination is another pair's source."""
+        sources, destinations = (list(ids) for ids in zip(*pairs, strict=True))
+        for tensor in self._tensors():
+            tensor[destinations] = tensor[sources]
+
+    def read(self, blocks: tuple[int, ...]) -> BlockContent:
+        """Content of the blocks as host tensors, K and V of each layer in turn, each [len(blocks), ...]."""
+        return [tensor[list(blocks)].cpu() for tensor in self._tensors()]
+
+    def write(self, blocks: tuple[int, ...], content: BlockContent) -> None:
+        """Put back the first `len(blocks)` blocks of what `read` returned, bit for bit."""
+        for tensor, saved in zip(self._tensors(), content, strict=True):
+            tensor[list(blocks)] = saved[: len(blocks)].to(tensor.device)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for layer in self.layers for tensor in (layer.key, layer.value)]
+
+
+def content_bytes(content: BlockContent) -> int:
+    """Size in bytes of what `KVCache.read` returned."""
+    return sum(math.prod(tensor.shape) * tensor.element_size() for tensor in content)

@@ -1,0 +1,46 @@
+"""RequestSpec: one sequence to generate, as the engine takes it. Everything in it is already validated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hfpaged.runtime.thread_state import ThreadState
+from hfpaged.sampling.processors import CompiledProcessors
+from hfpaged.sampling.stop import StopRule
+
+
+@dataclass(frozen=True)
+class RequestSpec:
+    """What to generate after `prompt`.
+
+    Attributes:
+        prompt: token ids, at least one.
+        max_tokens: length at which the sequence ends, prompt included.
+        stop: when it ends earlier.
+        processors: what reshapes the logits, for this row alone.
+        do_sample: draw from the distribution, or take the most likely token.
+        seed, sample_index: key of the row's random numbers, with the position.
+        keep_scores, keep_logits: collect processed scores, raw logits on the handle.
+        steered: the caller gets the logits and feeds the tokens (`processors`, `stop` and sampling are then its own).
+        priority: lower runs first.
+        cache_salt: only requests with the same salt share cached prefixes.
+        prefix_cache: False neither reads nor enters the prefix cache.
+        fork_of: index, in the same submission, of the request whose prompt this one shares.
+        thread_state: the PyTorch state that its forwards run under.
+    """
+
+    prompt: list[int]
+    max_tokens: int
+    stop: StopRule
+    thread_state: ThreadState
+    processors: CompiledProcessors | None = None
+    do_sample: bool = False
+    seed: int = 0
+    sample_index: int = 0
+    keep_scores: bool = False
+    keep_logits: bool = False
+    steered: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    prefix_cache: bool = True
+    fork_of: int | None = field(default=None)

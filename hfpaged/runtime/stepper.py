@@ -1,0 +1,284 @@
+"""Stepper: what the stepping thread does. Admits requests, plans, runs, draws, commits and delivers, step by step.
+
+All methods run on one thread, between steps or as one, so the books need no lock. A step is plan, run, commit: until
+the commit nothing has changed, and a failed step is tried once more before its requests fail.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from hfpaged.config import EngineConfig
+from hfpaged.core.invariants import check as check_books
+from hfpaged.core.plan import Plan
+from hfpaged.core.prefix_cache import root_key
+from hfpaged.core.request import Request
+from hfpaged.errors import EngineReleasedError
+from hfpaged.runtime.handle import GenerationHandle
+from hfpaged.runtime.request_spec import RequestSpec
+from hfpaged.runtime.stats import EngineCounters
+from hfpaged.runtime.view import EngineView
+from hfpaged.runtime.weights import WeightsWatch
+from hfpaged.runtime.workspace import Workspace
+from hfpaged.sampling.sampler import Drawn, Sampler, SampleRow
+from hfpaged.sampling.stop import StopChecker
+
+Submission = tuple[Sequence[RequestSpec], Sequence[GenerationHandle]]
+
+
+@dataclass
+class LiveRequest:
+    """A request that has not ended, with its caller's handle."""
+
+    spec: RequestSpec
+    handle: GenerationHandle
+    request: Request
+    row: SampleRow
+
+
+class Stepper:
+    """The engine's state and its steps.
+
+    Attributes:
+        live: requests that have not ended, by id.
+        workspace: pool, books and runner; None before the first request and after a release.
+    """
+
+    def __init__(self, model: PreTrainedModel, view: EngineView, config: EngineConfig, counters: EngineCounters):
+        self.live: dict[int, LiveRequest] = {}
+        self.workspace: Workspace | None = None
+        self._model = weakref.ref(model)
+        self._view = view
+        self._config = config
+        self._counters = counters
+        self._watch: WeightsWatch | None = None
+        self._held: list[Submission] = []
+        self._epoch = 0
+        self._last_step_failed = False
+        self._sampler = Sampler()
+        self._stops = StopChecker()
+
+    # ---- requests in and out ----
+
+    def prepare(self, spec: RequestSpec) -> Workspace:
+        """Build the workspace if there is none yet, so that its capacity is known."""
+        if self.workspace is None:
+            self._view.refresh(self.live_model())
+            self.workspace = Workspace(self._view, self._config, spec.thread_state)
+        return self.workspace
+
+    def admit(self, specs: Sequence[RequestSpec], handles: Sequence[GenerationHandle]) -> None:
+        """Queue the rows of one call. Whatever goes wrong ends all of them with that error, and nothing else."""
+        try:
+            if self._must_wait(specs[0]):
+                self._held.append((specs, handles))
+                return
+            self._freshen(specs[0])
+            for spec, handle in zip(specs, handles, strict=True):
+                self._add(spec, handle, handles)
+        except Exception as error:
+            self.end(handles, "error", error)
+
+    def feed(self, tokens: Iterable[tuple[GenerationHandle, int | None]]) -> None:
+        """Append the next token of steered requests; None ends one. Ended requests are ignored."""
+        for handle, token in tokens:
+            live = self.live.get(handle.request_id)
+            if live is None:
+                continue
+            if token is None:
+                self.end([handle], "stop")
+            else:
+                self.workspace.scheduler.append_tokens(handle.request_id, [token])
+
+    def end(self, handles: Iterable[GenerationHandle], reason: str, error: BaseException | None = None) -> None:
+        """End requests, wherever they are, and free what they hold. Ended ones are ignored."""
+        for handle in handles:
+            live = self.live.pop(handle.request_id, None)
+            if live is not None:
+                self.workspace.scheduler.finish(handle.request_id)
+                self.workspace.runner.forget(handle.request_id)
+            handle.finish(reason, error)
+        if self._held:
+            self._held = [held for held in self._held if not all(handle.done for handle in held[1])]
+
+    # ---- the step ----
+
+    def step(self) -> bool:
+        """Do one step. Returns False when nothing can be done until the next command."""
+        if not self.live:
+            return self._on_idle()
+        began = time.perf_counter()
+        plan = self.workspace.scheduler.plan()
+        planned = time.perf_counter()
+        self._counters.times.schedule += planned - began
+        if plan is None:
+            return False
+        try:
+            logits = self.workspace.runner.run(plan, self.workspace.state)
+            ran = time.perf_counter()
+            drawn = self._draw(plan, logits)
+        except Exception as error:
+            self._on_failed_step(plan, error)
+            return True
+        self._last_step_failed = False
+        self._commit(plan, logits, drawn)
+        times = self._counters.times
+        times.steps += 1
+        times.forward += ran - planned
+        times.sample += time.perf_counter() - ran
+        return True
+
+    def _draw(self, plan: Plan, logits: torch.Tensor) -> tuple[list[LiveRequest], Drawn]:
+        """Draw the next token of every request that caught up, steered ones excepted."""
+        requests, rows = [], []
+        for row, request_id in _sampled_rows(plan):
+            live = self.live[request_id]
+            if not live.spec.steered:
+                requests.append(live)
+                rows.append(row)
+        if rows != list(range(logits.shape[0])):
+            logits = logits[rows]
+        return requests, self._sampler.draw(logits, [live.row for live in requests])
+
+    def _commit(self, plan: Plan, logits: torch.Tensor, drawn: tuple[list[LiveRequest], Drawn]) -> None:
+        requests, draws = drawn
+        sampled: dict[int, int | None] = {request_id: None for _, request_id in _sampled_rows(plan)}
+        for live, token, error in zip(requests, draws.tokens, draws.errors, strict=True):
+            sampled[live.request.id] = token if error is None else None
+        self.workspace.scheduler.commit(plan, sampled)
+        for request_id in plan.recomputed:
+            self.workspace.runner.tables.forget(request_id)
+        for request_id, _ in plan.loads:
+            self.workspace.store.complete(request_id)
+        self._deliver(requests, draws)
+        for row, request_id in _sampled_rows(plan):
+            live = self.live.get(request_id)
+            if live is not None and live.spec.steered:
+                live.handle.offer_logits(logits[row].to(torch.float32, copy=True))
+
+    def _deliver(self, requests: list[LiveRequest], draws: Drawn) -> None:
+        stopped = self._stops.finished([(live.request.tokens, live.spec.stop) for live in requests])
+        for index, live in enumerate(requests):
+            if draws.errors[index] is not None:
+                self.end([live.handle], "error", draws.errors[index])
+                continue
+            live.handle.push(
+                draws.tokens[index],
+                draws.scores[index] if live.spec.keep_scores else None,
+                draws.logits[index] if live.spec.keep_logits else None,
+            )
+            if stopped[index]:
+                self.end([live.handle], "length" if len(live.request.tokens) >= live.spec.max_tokens else "stop")
+
+    def _on_failed_step(self, plan: Plan, error: Exception) -> None:
+        self.workspace.scheduler.abort(plan)
+        for request_id in (*plan.recomputed, *(request_id for request_id, _ in plan.stores)):
+            self.workspace.runner.forget(request_id)
+        self._counters.failed_steps += 1
+        if self._last_step_failed:
+            failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in _sampled_rows(plan)}
+            self.end([self.live[request_id].handle for request_id in failed], "error", error)
+        self._last_step_failed = not self._last_step_failed
+
+    def _on_idle(self) -> bool:
+        if self._held:
+            held, self._held = self._held, []
+            for specs, handles in held:
+                self.admit(specs, handles)
+            return True
+        if self._config.release_after_call:
+            self.release()
+        return False
+
+    # ---- weights, prefixes, memory ----
+
+    def drop_prefixes(self) -> None:
+        """Forget all cached prefixes; running requests go on, and their blocks stay out of the cache."""
+        self._epoch += 1
+        if self.workspace is not None:
+            self.workspace.scheduler.reset_prefix_cache()
+
+    def on_weights_changed(self) -> None:
+        """Drop everything that was computed with the old weights."""
+        self._counters.weight_changes += 1
+        self.drop_prefixes()
+
+    def release(self) -> None:
+        """End what runs and free the pool."""
+        self.end([live.handle for live in self.live.values()], "error", EngineReleasedError("the engine was released"))
+        for _, handles in self._held:
+            self.end(handles, "error", EngineReleasedError("the engine was released"))
+        self._held = []
+        self._view.step.unbind()
+        if self.workspace is not None:
+            self._counters.books.update(asdict(self.workspace.scheduler.counters))
+        self.workspace = None
+
+    def check(self) -> None:
+        """Raise `InvariantError` if the books are inconsistent."""
+        if self.workspace is not None:
+            check_books(self.workspace.scheduler)
+
+    def _must_wait(self, spec: RequestSpec) -> bool:
+        """Whether the rows need a workspace that cannot be built before those running have ended."""
+        if not self.live:
+            return False
+        return self.workspace.state != spec.thread_state or self._view.is_stale(self.live_model())
+
+    def _freshen(self, spec: RequestSpec) -> None:
+        """Follow what happened to the model since the last call, before requests of a new one start."""
+        model = self.live_model()
+        stale = self._view.is_stale(model)
+        if self.workspace is not None and (stale or self.workspace.state != spec.thread_state):
+            self.release()
+        changed = self._view.refresh(model)
+        if self._watch is None:
+            self._watch = WeightsWatch(model, watch_content=self._config.weights == "watch")
+        elif self._watch.changed(model, look_at_content=not self.live) or changed:
+            self.on_weights_changed()
+        self.prepare(spec)
+
+    def _add(self, spec: RequestSpec, handle: GenerationHandle, siblings: Sequence[GenerationHandle]) -> None:
+        root = root_key(self._epoch, spec.cache_salt) if spec.prefix_cache and self._config.prefix_caching else None
+        request = Request(
+            id=handle.request_id,
+            tokens=list(spec.prompt),
+            prompt_len=len(spec.prompt),
+            max_tokens=spec.max_tokens,
+            priority=spec.priority,
+            arrival=handle.request_id,
+            cache_root=root,
+        )
+        parent = None if spec.fork_of is None else siblings[spec.fork_of].request_id
+        self.workspace.scheduler.add(request, fork_of=parent)
+        row = SampleRow(
+            tokens=request.tokens,
+            processors=spec.processors,
+            do_sample=spec.do_sample,
+            seed=spec.seed,
+            sample_index=spec.sample_index,
+            keep_scores=spec.keep_scores or spec.keep_logits,
+        )
+        self.live[request.id] = LiveRequest(spec, handle, request, row)
+
+    def live_model(self) -> PreTrainedModel:
+        """The patched model, which the engine does not keep alive."""
+        model = self._model()
+        if model is None:
+            raise EngineReleasedError("the model of this engine is gone")
+        return model
+
+
+def _sampled_rows(plan: Plan) -> Iterable[tuple[int, int]]:
+    """(row of the step's logits, request id) of every token to draw: a parent and its forks share one row."""
+    row = 0
+    for entry in plan.entries:
+        row += entry.logits_for
+        for request_id in entry.samples:
+            yield row - 1, request_id

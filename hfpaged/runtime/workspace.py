@@ -1,0 +1,88 @@
+"""Workspace: all that exists between an engine's first request and its release. Attention backend, KV pool, books."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import torch
+
+from hfpaged.config import EngineConfig
+from hfpaged.core.block_pool import BlockPool
+from hfpaged.core.preemption import PreemptionPolicy
+from hfpaged.core.prefix_cache import PrefixCache
+from hfpaged.core.scheduler import Scheduler, SchedulerLimits
+from hfpaged.errors import ConfigError
+from hfpaged.runtime.attention.select import choose_backend
+from hfpaged.runtime.block_store import HostBlockStore
+from hfpaged.runtime.kv_cache import KVCache
+from hfpaged.runtime.runner import Runner, probe_layers
+from hfpaged.runtime.thread_state import ThreadState
+from hfpaged.runtime.view import EngineView
+
+GIB = 1 << 30
+DEFAULT_SHARE_OF_FREE_MEMORY = 0.25
+# A million tokens. Beyond that the books of an otherwise idle pool cost more than they could save.
+MOST_DEFAULT_BLOCKS = 1 << 16
+# An unmeasured machine: one token of compute costs about as much as moving sixteen blocks to the host and back.
+SWAP_COST_PER_BLOCK = 1.0
+COMPUTE_COST_PER_TOKEN = 16.0
+
+
+class Workspace:
+    """Built under the thread state of the first request; a request under another one needs another workspace."""
+
+    def __init__(self, view: EngineView, config: EngineConfig, state: ThreadState):
+        seen = probe_layers(view, state)
+        device, dtype = view.model.device, seen[0].dtype
+        self.state = state
+        self.bytes_per_block = KVCache.bytes_per_block(seen, config.block_size)
+        num_blocks = config.num_blocks or _blocks_for_memory(config, device, self.bytes_per_block)
+        self.backend, self.rejected_backends = choose_backend(
+            config.attention_backend, device, dtype, [layer.shape for layer in seen], config.block_size
+        )
+        self.store = HostBlockStore(capacity=num_blocks)
+        self.cache = KVCache(self.backend, seen, num_blocks)
+        self.runner = Runner(view, self.backend, self.cache, self.store, config.block_size)
+        self.pool = BlockPool(num_blocks, config.block_size)
+        self.prefix_cache = PrefixCache(self.pool)
+        self.scheduler = Scheduler(
+            self.pool,
+            self.prefix_cache,
+            SchedulerLimits(config.max_batch_tokens, config.max_requests),
+            PreemptionPolicy(
+                config.preemption, COMPUTE_COST_PER_TOKEN, SWAP_COST_PER_BLOCK, can_store=self.store.can_store
+            ),
+        )
+
+
+def _blocks_for_memory(config: EngineConfig, device: torch.device, bytes_per_block: int) -> int:
+    """Blocks that `kv_memory_gib`, or by default a share of the free memory, has room for.
+
+    On the CPU the pool is reserved, not taken: the system commits a block's memory when it is first written.
+    """
+    if config.kv_memory_gib is not None:
+        blocks = int(config.kv_memory_gib * GIB // bytes_per_block)
+        if blocks < 1:
+            raise ConfigError(
+                f"kv_memory_gib={config.kv_memory_gib} is less than one block ({bytes_per_block / GIB:.4f} GiB)"
+            )
+        return blocks
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
+    return max(1, min(MOST_DEFAULT_BLOCKS, int(free * DEFAULT_SHARE_OF_FREE_MEMORY) // bytes_per_block))
+
+
+def free_host_memory() -> int:
+    """Bytes of memory that this process may still take: what the system has, or less if a cgroup (v1, v2) limits it."""
+    free = psutil.virtual_memory().available
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            limit, used = (Path(name).read_text().strip() for name in (limit_file, usage_file))
+        except OSError:
+            continue
+        if limit.isdigit():
+            free = min(free, max(0, int(limit) - int(used)))
+    return free

@@ -1,0 +1,80 @@
+"""The capability oracle: why a model cannot be patched. One sentence a reason; an empty list means that it can."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+
+# Layer kinds of `config.layer_types` whose state is plain keys and values, seen through a causal or windowed mask.
+PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "global_attention"})
+
+
+def support(model: nn.Module) -> list[str]:
+    """Reasons why `model` cannot run on the paged engine; [] if it can.
+
+    Reads the model's structure only: runs nothing and allocates nothing. A model that passes may still be refused at
+    its first request, when one token is run to see what its attention layers really ask for.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return [f"{type(model).__name__} is not a Transformers PreTrainedModel"]
+    return [reason for check in _CHECKS for reason in check(model)]
+
+
+def _generation(model: PreTrainedModel) -> Iterator[str]:
+    if not model.can_generate():
+        yield f"{type(model).__name__} has no generate()"
+    elif _stock_class(model).generate is not GenerationMixin.generate:
+        yield f"{type(model).__name__} brings its own generate()"
+    if getattr(model, "_is_stateful", False):
+        yield "it keeps recurrent state, which is not paged"
+
+
+def _architecture(model: PreTrainedModel) -> Iterator[str]:
+    config = model.config
+    if config.is_encoder_decoder:
+        yield "it is an encoder-decoder model"
+    if getattr(config, "add_cross_attention", False):
+        yield "it has cross-attention layers"
+    if config.get_text_config() is not config:
+        yield "it takes more than text (its config nests a text config)"
+    if "position_ids" not in inspect.signature(_stock_class(model).forward).parameters:
+        yield "its forward takes no position_ids"
+    if not _stock_class(model)._can_set_attn_implementation():
+        yield "its attention layers do not use Transformers' attention interface"
+    other = set(getattr(config, "layer_types", None) or ()) - PAGED_LAYER_TYPES
+    if other:
+        yield f"it has layers of type {', '.join(sorted(other))}"
+    if getattr(config, "index_topk", None):
+        yield "its attention picks tokens by an index (sparse attention)"
+
+
+def _instance(model: PreTrainedModel) -> Iterator[str]:
+    for name, module in model.named_modules():
+        shadowed = [method for method in ("forward", "generate") if method in vars(module)]
+        if shadowed:
+            yield f"{shadowed[0]} of {name or 'the model'} was replaced on the instance"
+            break
+
+
+def _placement(model: PreTrainedModel) -> Iterator[str]:
+    devices = {tensor.device for tensor in model.parameters()}
+    if torch.device("meta") in devices:
+        yield "some of its weights are on the meta device (offloaded, or not loaded)"
+    elif len(devices) > 1:
+        yield f"its weights are spread over {', '.join(sorted(map(str, devices)))}"
+    if (getattr(model, "_tp_size", None) or 1) > 1:
+        yield "it is split by tensor parallelism"
+    if any(type(module).__name__ in ("FSDPModule", "FullyShardedDataParallel") for module in model.modules()):
+        yield "it is sharded by FSDP"
+
+
+_CHECKS = (_generation, _architecture, _instance, _placement)
+
+
+def _stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
+    """The model's own class, also when it is patched."""
+    return getattr(type(model), "_hfpaged_original_class", type(model))
