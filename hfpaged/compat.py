@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values")
 ATTENTION_NAME = "hfpaged"
@@ -37,6 +38,11 @@ def is_user_cache(cache: Any) -> bool:
 def decoder_only_output(sequences: Any, scores: Any, logits: Any, cache: Any = None) -> GenerateDecoderOnlyOutput:
     """`GenerateDecoderOnlyOutput` with the cache under this release's name."""
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{cache_field(): cache})
+
+
+def causal_output(logits: Any, cache: Any) -> CausalLMOutputWithPast:
+    """A causal model's forward output with the cache under this release's name."""
+    return CausalLMOutputWithPast(logits=logits, **{cache_field(): cache})
 
 
 def is_capture_hook(hook: Any) -> bool:

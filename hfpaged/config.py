@@ -10,6 +10,7 @@ from hfpaged.errors import ConfigError
 PREEMPTION = ("auto", "swap", "recompute")
 WEIGHTS = ("watch", "frozen")
 ON_UNSUPPORTED = ("raise", "stock")
+TIERS = ("auto", "program", "modules")
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class EngineConfig:
         release_after_call: free the KV pool as soon as no request is running (training loops).
         on_unsupported: what `generate` does with a call the engine cannot take for a reason of the model's
             own making: "stock" runs Transformers' own code, counted in `engine.stats()`; "raise" says so.
+        tier: how a step is executed: "program" compiles the decoder into one native program (CPU), "modules" runs the
+            model's own forward around paged attention, "auto" takes the program where the model allows it.
     """
 
     block_size: int = 16
@@ -44,6 +47,7 @@ class EngineConfig:
     weights: Literal["watch", "frozen"] = "watch"
     release_after_call: bool = False
     on_unsupported: Literal["raise", "stock"] = "stock"
+    tier: Literal["auto", "program", "modules"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_requests"):
@@ -58,6 +62,7 @@ class EngineConfig:
         _require_choice("preemption", self.preemption, PREEMPTION)
         _require_choice("weights", self.weights, WEIGHTS)
         _require_choice("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
+        _require_choice("tier", self.tier, TIERS)
         if not isinstance(self.attention_backend, str):
             raise ConfigError(f"attention_backend must be a name, got {self.attention_backend!r}")
 

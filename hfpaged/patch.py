@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from hfpaged.config import EngineConfig
@@ -14,6 +14,7 @@ from hfpaged.errors import AlreadyPatchedError, NotPatchedError, UnsupportedMode
 from hfpaged.generation.engine import Engine
 from hfpaged.generation.mixin import STATE_ATTRIBUTE, PagedGenerationMixin
 from hfpaged.support import support
+from hfpaged.unwrap import unwrap
 
 
 def patch(model: Any, **options: Any) -> Any:
@@ -34,12 +35,12 @@ def patch(model: Any, **options: Any) -> Any:
         ConfigError: an option that does not exist or cannot work.
     """
     config = EngineConfig.from_options(options)
-    target = unwrap(model)
-    existing = vars(target).get(STATE_ATTRIBUTE)
+    existing = _engine_of(model)
     if existing is not None:
         if existing.config != config:
             raise AlreadyPatchedError("this model is patched with other options; call unpatch() first")
         return model
+    target = unwrap(model)
     reasons = support(target)
     if reasons:
         raise UnsupportedModelError(reasons)
@@ -52,9 +53,10 @@ def patch(model: Any, **options: Any) -> Any:
 
 def unpatch(model: Any) -> Any:
     """Undo `patch`. Requests still running end with `EngineReleasedError`. Does nothing to an unpatched model."""
-    target = unwrap(model)
-    engine: Engine | None = target.__dict__.pop(STATE_ATTRIBUTE, None)
+    engine = _engine_of(model)
     if engine is not None:
+        target = unwrap(model)
+        del target.__dict__[STATE_ATTRIBUTE]
         target.__class__ = target._hfpaged_original_class
         engine.release()
     return model
@@ -74,7 +76,7 @@ def patched(model: Any, **options: Any) -> Iterator[Any]:
 
 def is_patched(model: Any) -> bool:
     """Whether `generate` of this very instance runs on an engine."""
-    return STATE_ATTRIBUTE in vars(unwrap(model))
+    return _engine_of(model) is not None
 
 
 def engine(model: Any) -> Engine:
@@ -83,7 +85,7 @@ def engine(model: Any) -> Engine:
     Raises:
         NotPatchedError: the model is not patched.
     """
-    found = vars(unwrap(model)).get(STATE_ATTRIBUTE)
+    found = _engine_of(model)
     if found is None:
         raise NotPatchedError("this model is not patched; call model.patch() first")
     return found
@@ -94,24 +96,13 @@ def weights_changed(model: Any) -> None:
     engine(model).weights_changed()
 
 
-def unwrap(model: Any) -> nn.Module:
-    """The `PreTrainedModel` inside a pipeline, a PEFT model or a compiled one; anything else as it is."""
-    while not isinstance(model, PreTrainedModel):
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        elif hasattr(model, "model") and hasattr(model, "tokenizer") and not isinstance(model, nn.Module):
-            model = model.model
-        elif isinstance(model, nn.Module):
-            return model
-        else:
-            raise UnsupportedModelError([f"{type(model).__name__} is not a model or pipeline"])
-    return model
+def _engine_of(model: Any) -> Engine | None:
+    return getattr(unwrap(model), "__dict__", {}).get(STATE_ATTRIBUTE)
 
 
+@functools.cache
 def _patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """A class that looks like `original` (name, module) to every check, with the mixin in front."""
+    """A class that looks like `original` (name, module) to every check, with the mixin in front; one for each class."""
     return type(
         original.__name__,
         (PagedGenerationMixin, original),

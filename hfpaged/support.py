@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
+
+from hfpaged.unwrap import unwrap
 
 # Layer kinds of `config.layer_types` whose state is plain keys and values, seen through a causal or windowed mask.
 PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention", "attention", "global_attention"})
+_FSDP_CLASSES = ("FSDPModule", "FullyShardedDataParallel")
 
 
-def support(model: nn.Module) -> list[str]:
-    """Reasons why `model` cannot run on the paged engine; [] if it can.
+def support(model: Any) -> list[str]:
+    """Reasons why `model`, or what it wraps, cannot run on the paged engine; [] if it can.
 
     Reads the model's structure only: runs nothing and allocates nothing. A model that passes may still be refused at
     its first request, when one token is run to see what its attention layers really ask for.
     """
+    model = unwrap(model)
     if not isinstance(model, PreTrainedModel):
         return [f"{type(model).__name__} is not a Transformers PreTrainedModel"]
     return [reason for check in _CHECKS for reason in check(model)]
@@ -68,7 +72,7 @@ def _placement(model: PreTrainedModel) -> Iterator[str]:
         yield f"its weights are spread over {', '.join(sorted(map(str, devices)))}"
     if (getattr(model, "_tp_size", None) or 1) > 1:
         yield "it is split by tensor parallelism"
-    if any(type(module).__name__ in ("FSDPModule", "FullyShardedDataParallel") for module in model.modules()):
+    if any(base.__name__ in _FSDP_CLASSES for module in model.modules() for base in type(module).__mro__):
         yield "it is sharded by FSDP"
 
 

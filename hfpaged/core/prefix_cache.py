@@ -97,7 +97,9 @@ class PrefixCache:
         if request.cache_root is None:
             return
         hashes = request.block_hashes(self._pool.block_size, len(request.tokens) // self._pool.block_size)
-        mine = [one for one in hashes[request.published :] if one not in self._claimant and self._pool.find(one) is None]
+        mine = [
+            one for one in hashes[request.published :] if one not in self._claimant and self._pool.find(one) is None
+        ]
         self._claimant.update(dict.fromkeys(mine, request.id))
         self._claims[request.id] = mine
 

@@ -77,6 +77,19 @@ class Request:
         """Known tokens still to compute."""
         return len(self.tokens) - self.computed
 
+    def copy(self, request_id: int) -> Request:
+        """A request that knows the same tokens and holds nothing, for `Scheduler.fork`."""
+        return Request(
+            request_id,
+            list(self.tokens),
+            self.prompt_len,
+            self.max_tokens,
+            self.priority,
+            arrival=request_id,
+            cache_root=self.cache_root,
+            admitted=True,
+        )
+
     def block_hashes(self, block_size: int, count: int) -> list[bytes]:
         """Hashes of the first `count` blocks, each over its tokens and all before. Only new ones are computed.
 

@@ -49,9 +49,7 @@ class Scheduler:
     service, so a step costs time in proportion to the requests that it schedules.
     """
 
-    def __init__(
-        self, pool: BlockPool, prefix_cache: PrefixCache, limits: SchedulerLimits, policy: PreemptionPolicy
-    ):
+    def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, limits: SchedulerLimits, policy: PreemptionPolicy):
         self.pool = pool
         self.prefix_cache = prefix_cache
         self.limits = limits
@@ -190,9 +188,7 @@ class Scheduler:
         # The runner may have changed its tables as the plan said: it is given whole ones again.
         self._known_tables.difference_update(entry.id for entry in plan.entries)
 
-    def commit(
-        self, plan: Plan, sampled: Mapping[int, int | None], accepted: Mapping[int, int] | None = None
-    ) -> None:
+    def commit(self, plan: Plan, sampled: Mapping[int, int | None], accepted: Mapping[int, int] | None = None) -> None:
         """The plan was executed.
 
         Args:
@@ -279,9 +275,7 @@ class Scheduler:
         request.computed = entry.start + entry.num_tokens
         self._enqueue_all(self.prefix_cache.publish(request))
 
-    def _catch_up(
-        self, entry: PlannedRequest, sampled: Mapping[int, int | None], accepted: Mapping[int, int]
-    ) -> None:
+    def _catch_up(self, entry: PlannedRequest, sampled: Mapping[int, int | None], accepted: Mapping[int, int]) -> None:
         request = self._requests[entry.id]
         rejected = request.draft_tokens - accepted.get(entry.id, request.draft_tokens)
         request.draft_tokens = 0

@@ -9,10 +9,13 @@ import torch
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from hfpaged.compat import pop_cache
 from hfpaged.errors import UnsupportedOptionError
 
 REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache")
 MOST_SALT_CHARACTERS = 256
+# Arguments of the decoding loops themselves; all others go to the model's forward.
+LOOP_ARGUMENTS = frozenset({"inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer"})
 
 
 class PreparedProcessors(LogitsProcessorList):
@@ -108,6 +111,26 @@ class GenerateCall:
     options: RequestOptions
     synced_gpus: bool = False
     model_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_arguments(
+        cls, input_ids: torch.LongTensor, arguments: dict[str, Any], options: RequestOptions
+    ) -> tuple[GenerateCall, Any | None]:
+        """From what `generate` passes to a decoding method; also returns the cache among it, if any."""
+        rest = dict(arguments)
+        cache = pop_cache(rest)
+        call = cls(
+            input_ids=input_ids,
+            attention_mask=rest.pop("attention_mask", None),
+            processors=rest.pop("logits_processor"),
+            criteria=rest.pop("stopping_criteria"),
+            config=rest.pop("generation_config"),
+            streamer=rest.pop("streamer", None),
+            options=options,
+            synced_gpus=rest.pop("synced_gpus", False),
+            model_kwargs={name: value for name, value in rest.items() if name not in LOOP_ARGUMENTS},
+        )
+        return call, cache
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.generation.call import GenerateCall, RequestOptions
-from hfpaged.generation.rows import check_prompt, row_specs
+from hfpaged.generation.rows import check_prompt, row_specs, token_ids
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
 
@@ -33,7 +33,7 @@ class Engine(EngineCore):
         """Queue one prompt and return at once.
 
         Args:
-            prompt_ids: token ids, at least one.
+            prompt_ids: token ids, at least one: a list, an array or a [L] tensor.
             generation_config, options: as in `generate`; merged with the model's own in the same way.
             tokenizer: needed for `stop_strings` only.
             hfpaged: per-request options (seed, cache_salt, priority, prefix_cache).
@@ -45,7 +45,7 @@ class Engine(EngineCore):
             InputError, RequestTooLargeError, UnsupportedOptionError: nothing was queued.
         """
         model = self.live_model()
-        call = _single_row_call(model, list(prompt_ids), generation_config, tokenizer, hfpaged, options)
+        call = _single_row_call(model, token_ids(prompt_ids), generation_config, tokenizer, hfpaged, options)
         specs = row_specs(model, call, model._row_logits_processor)
         return self.submit_specs(specs)[0]
 

@@ -86,7 +86,7 @@ class LockstepLoop:
     def _gather(self, handles: list[GenerationHandle]) -> torch.Tensor:
         """[B, V] fp32 raw logits of the step; an ended row keeps its last ones."""
         for row in self._running().nonzero()[:, 0].tolist():
-            self._last_logits[row] = handles[row].take_logits()
+            self._last_logits[row] = handles[row].take_logits()[-1]
         return torch.stack(self._last_logits).to(self._ids.device)
 
     def _processed(self, logits: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class LockstepLoop:
         running = self._running() & self._unfinished.any()
         self._engine.feed(
             [
-                (handles[row], token if goes_on else None)
+                (handles[row], [token] if goes_on else None)
                 for row, (token, was, goes_on) in enumerate(
                     zip(tokens.tolist(), was_running.tolist(), running.tolist(), strict=True)
                 )

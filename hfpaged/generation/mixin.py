@@ -9,15 +9,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
 
-from hfpaged.compat import pop_cache
+from hfpaged.compat import cache_field
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.generation.call import GenerateCall, PreparedCriteria, PreparedProcessors, RequestOptions
 from hfpaged.generation.engine import Engine
 from hfpaged.generation.lockstep import LockstepLoop
 from hfpaged.generation.outputs import generate_output
-from hfpaged.generation.routing import stock_reason
+from hfpaged.generation.paged_model import PagedModel
+from hfpaged.generation.routing import loop_reason, stock_reason
 from hfpaged.generation.rows import row_processors, row_specs
 from hfpaged.runtime.handle import GenerationHandle
 
@@ -57,44 +58,60 @@ class PagedGenerationMixin:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        options = RequestOptions.from_keyword(model_kwargs.pop("hfpaged", None))
-        plain_kwargs = dict(model_kwargs)
-        cache = pop_cache(plain_kwargs)
-        call = GenerateCall(
-            input_ids=input_ids,
-            attention_mask=plain_kwargs.pop("attention_mask", None),
-            processors=logits_processor,
-            criteria=stopping_criteria,
-            config=generation_config,
-            streamer=streamer,
-            options=options,
-            synced_gpus=synced_gpus,
-            model_kwargs=plain_kwargs,
-        )
-        reason = stock_reason(self, call, cache)
+        arguments = {
+            "logits_processor": logits_processor,
+            "stopping_criteria": stopping_criteria,
+            "generation_config": generation_config,
+            "synced_gpus": synced_gpus,
+            "streamer": streamer,
+            **model_kwargs,
+        }
+        call, reason = self._routed(input_ids, arguments)
         if reason is None:
             return self._run_on_engine(call)
         self._leave_to_stock(reason)
-        return super()._sample(
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        return super()._sample(input_ids, **arguments)
 
-    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stock_mode("_beam_search", "beam search", args, kwargs)
-
-    def _assisted_decoding(self, *args: Any, **kwargs: Any) -> Any:
-        return self._stock_mode("_assisted_decoding", "assisted decoding", args, kwargs)
-
-    def _stock_mode(self, method: str, reason: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        RequestOptions.from_keyword(kwargs.pop("hfpaged", None))
+    def _beam_search(self, input_ids: Any, **arguments: Any) -> Any:
+        call, reason = self._routed(input_ids, arguments, loop="beam search")
+        if reason is None:
+            return self._run_loop("_beam_search", call, arguments, repeats=call.config.num_beams)
         self._leave_to_stock(reason)
-        return getattr(super(), method)(*args, **kwargs)
+        return super()._beam_search(input_ids, **arguments)
+
+    def _assisted_decoding(self, input_ids: Any, **arguments: Any) -> Any:
+        call, reason = self._routed(input_ids, arguments, loop="assisted decoding")
+        if reason is None:
+            return self._run_loop("_assisted_decoding", call, arguments, repeats=1)
+        self._leave_to_stock(reason)
+        return super()._assisted_decoding(input_ids, **arguments)
+
+    def _routed(
+        self, input_ids: Any, arguments: dict[str, Any], loop: str | None = None
+    ) -> tuple[GenerateCall, str | None]:
+        """The call in one object, and why stock must take it if it must. Takes `hfpaged` out of the arguments."""
+        options = RequestOptions.from_keyword(arguments.pop("hfpaged", None))
+        call, cache = GenerateCall.of_arguments(input_ids, arguments, options)
+        reason = stock_reason(self, call, cache)
+        if reason is None and loop is not None:
+            reason = loop_reason(self, call, arguments)
+            if options.seed is not None:
+                raise UnsupportedOptionError(
+                    f"hfpaged={{'seed': ...}} does not apply to {loop}, which draws from PyTorch's own generator"
+                )
+        return call, reason
+
+    def _run_loop(self, method: str, call: GenerateCall, arguments: dict[str, Any], repeats: int) -> Any:
+        """Run one of Transformers' own decoding loops with its forwards, and its cache, on the engine."""
+        paged = PagedModel(self, self._hfpaged, call.options, call.config.max_length, repeats)
+        arguments = {**arguments, cache_field(): paged.paged_cache}
+        try:
+            output = getattr(GenerationMixin, method)(paged, call.input_ids, **arguments)
+        finally:
+            paged.paged_cache.close()
+        if call.config.return_dict_in_generate:
+            output[cache_field()] = None
+        return output
 
     def _leave_to_stock(self, reason: str) -> None:
         if self._hfpaged.config.on_unsupported == "raise":

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from hfpaged.compat import is_capture_hook, is_user_cache
 from hfpaged.generation.call import GenerateCall
-from hfpaged.generation.rows import mask_is_left_padding
+from hfpaged.generation.rows import mask_is_left_padding, require_no_empty_row
 
 # Keywords that `generate` prepares for every decoder and that the engine makes for itself.
 KNOWN_MODEL_KWARGS = frozenset({"position_ids", "logits_to_keep", "use_cache", "return_dict"})
+# Speculation whose drafts come from inside the model's own forward.
+SELF_SPECULATION = ("assistant_early_exit", "use_mtp", "speculation_type")
 # RoPE variants that choose their frequencies by the longest position of a forward: exact in a packed step only as long
 # as no request passes the length below which the choice is fixed.
 LENGTH_DEPENDENT_ROPE = {"longrope": "original_max_position_embeddings", "dynamic": None}
 
 
 def stock_reason(model: PreTrainedModel, call: GenerateCall, cache: object | None) -> str | None:
-    """Why this call must take Transformers' own path, or None if the engine takes it."""
+    """Why this call must take Transformers' own path, or None if the engine takes it.
+
+    Raises:
+        InputError: a row of the mask is all zero, which no path can generate from.
+    """
     for check in (_inputs_reason, _config_reason):
         reason = check(call, cache)
         if reason is not None:
@@ -37,6 +44,21 @@ def stock_reason(model: PreTrainedModel, call: GenerateCall, cache: object | Non
     return None
 
 
+def loop_reason(model: PreTrainedModel, call: GenerateCall, arguments: dict[str, Any]) -> str | None:
+    """Why one of Transformers' decoding loops cannot run over the engine, or None if it can."""
+    original = type(model)._hfpaged_original_class
+    if original.prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
+        return "own prepare_inputs_for_generation"
+    if hasattr(original, "_reorder_cache"):
+        return "own _reorder_cache"
+    if call.config.prefill_chunk_size is not None:
+        return "prefill_chunk_size"
+    own_drafts = [name for name in SELF_SPECULATION if getattr(call.config, name, None)]
+    if own_drafts:
+        return own_drafts[0]
+    return None
+
+
 def _inputs_reason(call: GenerateCall, cache: object | None) -> str | None:
     if call.synced_gpus:
         return "synced_gpus"
@@ -47,8 +69,10 @@ def _inputs_reason(call: GenerateCall, cache: object | None) -> str | None:
     )
     if unknown:
         return f"model argument {unknown[0]}"
-    if call.attention_mask is not None and not mask_is_left_padding(call.attention_mask):
-        return "mask with holes"
+    if call.attention_mask is not None:
+        require_no_empty_row(call.attention_mask)
+        if not mask_is_left_padding(call.attention_mask):
+            return "mask with holes"
     if not _positions_are_plain(call):
         return "position_ids"
     return None

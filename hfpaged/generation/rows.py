@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
@@ -24,17 +26,40 @@ def mask_is_left_padding(mask: torch.Tensor) -> bool:
     return bool(ones[:, -1].all() and (ones[:, 1:] >= ones[:, :-1]).all())
 
 
+def require_no_empty_row(mask: torch.Tensor) -> None:
+    """Raise `InputError` if a row of a [B, L] mask has no token at all."""
+    empty = (mask == 0).all(-1).nonzero()[:, 0].tolist()
+    if empty:
+        raise InputError(f"row {empty[0]} has no tokens (its attention mask is all zero)")
+
+
+def token_ids(prompt: Iterable[Any]) -> list[int]:
+    """A prompt from whatever holds integers: a list, a NumPy array, a [L] tensor.
+
+    Raises:
+        InputError: something in it is not an integer.
+    """
+    try:
+        return [int(operator.index(token)) for token in prompt]
+    except TypeError as error:
+        raise InputError(f"a prompt is a sequence of integer token ids: {error}") from None
+
+
 def unpadded(input_ids: torch.LongTensor, mask: torch.Tensor | None, vocab_size: int) -> list[list[int]]:
     """Token ids of each row without its left padding.
 
     Raises:
-        InputError: an empty prompt, a mask of another shape, a row that is all padding, or an id outside the
-            vocabulary.
+        InputError: no prompt or an empty one, ids that are no integers or outside the vocabulary, a mask of another
+            shape, or a row that is all padding.
     """
-    if input_ids.ndim != 2 or input_ids.shape[1] == 0:
+    if input_ids.ndim != 2 or input_ids.numel() == 0:
         raise InputError(f"a prompt needs at least one token; input_ids has shape {tuple(input_ids.shape)}")
+    if input_ids.is_floating_point():
+        raise InputError(f"input_ids must be integers, not {input_ids.dtype}")
     if mask is not None and mask.shape != input_ids.shape:
         raise InputError(f"attention_mask has shape {tuple(mask.shape)}, input_ids {tuple(input_ids.shape)}")
+    if mask is not None:
+        require_no_empty_row(mask)
     lengths = [input_ids.shape[1]] * input_ids.shape[0] if mask is None else (mask != 0).sum(-1).tolist()
     rows = [row[len(row) - length :] for row, length in zip(input_ids.tolist(), lengths, strict=True)]
     for index, row in enumerate(rows):
@@ -45,7 +70,7 @@ def unpadded(input_ids: torch.LongTensor, mask: torch.Tensor | None, vocab_size:
 def check_prompt(prompt: list[int], vocab_size: int, name: str = "the prompt") -> None:
     """Raise `InputError` unless `prompt` has at least one token, all of them in the vocabulary."""
     if not prompt:
-        raise InputError(f"{name} has no tokens (its attention mask is all zero)")
+        raise InputError(f"{name} has no tokens")
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         wrong = next(token for token in prompt if not 0 <= token < vocab_size)
         raise InputError(f"{name} has token id {wrong}, outside the vocabulary of {vocab_size}")

@@ -42,9 +42,27 @@ class EngineCore:
         self._driver.post(lambda: self._stepper.admit(specs, handles))
         return handles
 
-    def feed(self, tokens: Sequence[tuple[GenerationHandle, int | None]]) -> None:
-        """Give steered requests their next tokens; None ends one."""
-        self._driver.post(lambda: self._stepper.feed(tokens))
+    def feed(self, tokens: Sequence[tuple[GenerationHandle, list[int] | None]], logits_for: int = 1) -> None:
+        """Give steered requests their next tokens; None ends one.
+
+        Args:
+            logits_for: how many of the last tokens get logits. All requests must have taken their last ones.
+        """
+        self._driver.post(lambda: self._stepper.feed(tokens, logits_for))
+
+    def fork(self, handles: Sequence[GenerationHandle], spec: RequestSpec) -> list[GenerationHandle]:
+        """Copies of steered requests that have taken their logits: each shares all its original's blocks.
+
+        Args:
+            spec: what the copies have in common; its prompt is not looked at.
+        """
+        children = [GenerationHandle(next(self._ids), handle.prompt_len, self._cancel_one) for handle in handles]
+        self._driver.post(lambda: self._stepper.fork(handles, children, spec))
+        return children
+
+    def rollback(self, handles: Sequence[GenerationHandle], count: int) -> None:
+        """Forget the last `count` tokens of steered requests that have taken their logits."""
+        self._driver.post(lambda: self._stepper.rollback(handles, count))
 
     def cancel(self, handles: Sequence[GenerationHandle]) -> None:
         """End those that still run; their blocks are free within a step."""

@@ -85,7 +85,10 @@ class GenerationHandle:
             read += 1
 
     def take_logits(self) -> torch.Tensor | None:
-        """Of a steered request: wait for the logits of its last token, fp32 [V]; None once it has been cancelled.
+        """Of a steered request: wait for the logits of its last tokens, as many as were asked for.
+
+        Returns:
+            fp32 [k, V]; None once it has been ended.
 
         Raises:
             Exception: whatever ended the request in error.
@@ -110,7 +113,7 @@ class GenerationHandle:
             self._notify()
 
     def offer_logits(self, logits: torch.Tensor) -> None:
-        """The logits of a steered request's last token are there."""
+        """The logits of a steered request's last tokens, fp32 [k, V], are there."""
         with self._changed:
             self._next_logits = logits
             self._notify()

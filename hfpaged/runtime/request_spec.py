@@ -22,6 +22,7 @@ class RequestSpec:
         seed, sample_index: key of the row's random numbers, with the position.
         keep_scores, keep_logits: collect processed scores, raw logits on the handle.
         steered: the caller gets the logits and feeds the tokens (`processors`, `stop` and sampling are then its own).
+        logits_for: of a steered request, how many of the prompt's last tokens it wants logits for.
         priority: lower runs first.
         cache_salt: only requests with the same salt share cached prefixes.
         prefix_cache: False neither reads nor enters the prefix cache.
@@ -40,6 +41,7 @@ class RequestSpec:
     keep_scores: bool = False
     keep_logits: bool = False
     steered: bool = False
+    logits_for: int = 1
     priority: int = 0
     cache_salt: str = ""
     prefix_cache: bool = True

@@ -56,7 +56,7 @@ def engine_stats(counters: EngineCounters, workspace: Workspace | None) -> dict[
 def _gauges(workspace: Workspace | None) -> dict[str, Any]:
     names = ("blocks_total", "blocks_free", "blocks_cached", "blocks_swapped", "block_size", "running", "waiting")
     if workspace is None:
-        return {"backend": None, **dict.fromkeys(names, 0)}
+        return {"backend": None, "tier": None, "tier_reason": None, **dict.fromkeys(names, 0)}
     scheduler, pool = workspace.scheduler, workspace.pool
     values = (
         pool.num_blocks,
@@ -67,4 +67,9 @@ def _gauges(workspace: Workspace | None) -> dict[str, Any]:
         scheduler.num_running,
         scheduler.num_waiting,
     )
-    return {"backend": workspace.backend.name, **dict(zip(names, values, strict=True))}
+    return {
+        "backend": workspace.backend.name,
+        "tier": workspace.tier.name,
+        "tier_reason": workspace.tier_reason,
+        **dict(zip(names, values, strict=True)),
+    }

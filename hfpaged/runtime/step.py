@@ -56,6 +56,9 @@ class StepContext:
         """Give each attention module that the probe saw its keys and values, in the order they ran."""
         self.layers = {id(layer.module): kv for layer, kv in zip(self.seen, layers, strict=True)}
         self.backend = backend
+        # The modules refer to this object: holding on to them would leave the weights of a dropped model to the
+        # garbage collector.
+        self.seen = []
 
     def unbind(self) -> None:
         """Drop the references to keys and values (the pool is being released)."""

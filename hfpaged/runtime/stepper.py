@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -23,6 +23,7 @@ from hfpaged.errors import EngineReleasedError
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.stats import EngineCounters
+from hfpaged.runtime.tiers import StepOutput
 from hfpaged.runtime.view import EngineView
 from hfpaged.runtime.weights import WeightsWatch
 from hfpaged.runtime.workspace import Workspace
@@ -85,16 +86,32 @@ class Stepper:
         except Exception as error:
             self.end(handles, "error", error)
 
-    def feed(self, tokens: Iterable[tuple[GenerationHandle, int | None]]) -> None:
-        """Append the next token of steered requests; None ends one. Ended requests are ignored."""
-        for handle, token in tokens:
-            live = self.live.get(handle.request_id)
-            if live is None:
-                continue
-            if token is None:
+    def feed(self, tokens: Iterable[tuple[GenerationHandle, list[int] | None]], logits_for: int) -> None:
+        """Append the next tokens of steered requests; None ends one. Ended requests are ignored."""
+        for handle, new_tokens in tokens:
+            if new_tokens is None:
                 self.end([handle], "stop")
-            else:
-                self.workspace.scheduler.append_tokens(handle.request_id, [token])
+            elif handle.request_id in self.live:
+                self.workspace.scheduler.append_tokens(handle.request_id, new_tokens, logits_for)
+
+    def fork(
+        self, parents: Iterable[GenerationHandle], children: Iterable[GenerationHandle], spec: RequestSpec
+    ) -> None:
+        """Add a copy of each parent. One whose parent has ended ends too."""
+        for parent, child in zip(parents, children, strict=True):
+            live = self.live.get(parent.request_id)
+            if live is None:
+                child.finish("cancelled")
+                continue
+            request = live.request.copy(child.request_id)
+            self.workspace.scheduler.fork(parent.request_id, request)
+            self.live[request.id] = LiveRequest(spec, child, request, SampleRow(request.tokens))
+
+    def rollback(self, handles: Iterable[GenerationHandle], count: int) -> None:
+        """Forget the last tokens of steered requests. Ended ones are ignored."""
+        for handle in handles:
+            if handle.request_id in self.live:
+                self.workspace.scheduler.rollback(handle.request_id, count)
 
     def end(self, handles: Iterable[GenerationHandle], reason: str, error: BaseException | None = None) -> None:
         """End requests, wherever they are, and free what they hold. Ended ones are ignored."""
@@ -120,47 +137,50 @@ class Stepper:
         if plan is None:
             return False
         try:
-            logits = self.workspace.runner.run(plan, self.workspace.state)
+            output = self.workspace.runner.run(plan, self._wants_logits(plan))
             ran = time.perf_counter()
-            drawn = self._draw(plan, logits)
+            drawn = self._draw(plan, output)
         except Exception as error:
             self._on_failed_step(plan, error)
             return True
         self._last_step_failed = False
-        self._commit(plan, logits, drawn)
+        self._commit(plan, output, drawn)
         times = self._counters.times
         times.steps += 1
         times.forward += ran - planned
         times.sample += time.perf_counter() - ran
         return True
 
-    def _draw(self, plan: Plan, logits: torch.Tensor) -> tuple[list[LiveRequest], Drawn]:
+    def _wants_logits(self, plan: Plan) -> bool:
+        """Whether any token of the step is more than the argmax of its logits."""
+        requests = (self.live[request_id] for _, request_id in _sampled_rows(plan))
+        return any(live.spec.steered or not live.row.is_argmax for live in requests)
+
+    def _draw(self, plan: Plan, output: StepOutput) -> tuple[list[LiveRequest], Drawn]:
         """Draw the next token of every request that caught up, steered ones excepted."""
         requests, rows = [], []
-        for row, request_id in _sampled_rows(plan):
+        for logit_rows, request_id in _sampled_rows(plan):
             live = self.live[request_id]
             if not live.spec.steered:
                 requests.append(live)
-                rows.append(row)
-        if rows != list(range(logits.shape[0])):
-            logits = logits[rows]
+                rows.append(logit_rows[-1])
+        if output.logits is None:
+            return requests, Drawn.of_tokens(output.argmax[rows].tolist())
+        logits = output.logits if rows == list(range(len(output.logits))) else output.logits[rows]
         return requests, self._sampler.draw(logits, [live.row for live in requests])
 
-    def _commit(self, plan: Plan, logits: torch.Tensor, drawn: tuple[list[LiveRequest], Drawn]) -> None:
+    def _commit(self, plan: Plan, output: StepOutput, drawn: tuple[list[LiveRequest], Drawn]) -> None:
         requests, draws = drawn
         sampled: dict[int, int | None] = {request_id: None for _, request_id in _sampled_rows(plan)}
         for live, token, error in zip(requests, draws.tokens, draws.errors, strict=True):
             sampled[live.request.id] = token if error is None else None
         self.workspace.scheduler.commit(plan, sampled)
-        for request_id in plan.recomputed:
-            self.workspace.runner.tables.forget(request_id)
-        for request_id, _ in plan.loads:
-            self.workspace.store.complete(request_id)
+        self.workspace.runner.commit(plan)
         self._deliver(requests, draws)
-        for row, request_id in _sampled_rows(plan):
+        for rows, request_id in _sampled_rows(plan):
             live = self.live.get(request_id)
             if live is not None and live.spec.steered:
-                live.handle.offer_logits(logits[row].to(torch.float32, copy=True))
+                live.handle.offer_logits(output.logits[rows.start : rows.stop].to(torch.float32, copy=True))
 
     def _deliver(self, requests: list[LiveRequest], draws: Drawn) -> None:
         stopped = self._stops.finished([(live.request.tokens, live.spec.stop) for live in requests])
@@ -178,8 +198,7 @@ class Stepper:
 
     def _on_failed_step(self, plan: Plan, error: Exception) -> None:
         self.workspace.scheduler.abort(plan)
-        for request_id in (*plan.recomputed, *(request_id for request_id, _ in plan.stores)):
-            self.workspace.runner.forget(request_id)
+        self.workspace.runner.abort(plan)
         self._counters.failed_steps += 1
         if self._last_step_failed:
             failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in _sampled_rows(plan)}
@@ -208,6 +227,8 @@ class Stepper:
         """Drop everything that was computed with the old weights."""
         self._counters.weight_changes += 1
         self.drop_prefixes()
+        if self.workspace is not None:
+            self.workspace.tier.on_weights_changed()
 
     def release(self) -> None:
         """End what runs and free the pool."""
@@ -254,6 +275,7 @@ class Stepper:
             priority=spec.priority,
             arrival=handle.request_id,
             cache_root=root,
+            draft_tokens=spec.logits_for - 1,
         )
         parent = None if spec.fork_of is None else siblings[spec.fork_of].request_id
         self.workspace.scheduler.add(request, fork_of=parent)
@@ -275,10 +297,11 @@ class Stepper:
         return model
 
 
-def _sampled_rows(plan: Plan) -> Iterable[tuple[int, int]]:
-    """(row of the step's logits, request id) of every token to draw: a parent and its forks share one row."""
-    row = 0
+def _sampled_rows(plan: Plan) -> Iterator[tuple[range, int]]:
+    """(rows of the step's logits, request id) of every request that catches up: a parent and its forks share rows."""
+    first = 0
     for entry in plan.entries:
-        row += entry.logits_for
+        rows = range(first, first + entry.logits_for)
+        first = rows.stop
         for request_id in entry.samples:
-            yield row - 1, request_id
+            yield rows, request_id

@@ -9,26 +9,24 @@ evaluation mode, and no hooks. The live tree is never switched, so training, sco
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PretrainedConfig
 
 from hfpaged.compat import ATTENTION_NAME
 from hfpaged.errors import UnsupportedModelError
+from hfpaged.runtime.module_state import ModuleState, is_same, plain_attributes, snapshot, walk_modules
+from hfpaged.runtime.rope import pin_frequencies
 from hfpaged.runtime.step import StepContext
 
-HOOK_DICTS = tuple(
-    name for name in vars(nn.Module()) if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
-)
-PRIVATE_ATTRIBUTES = frozenset({"_modules", "training", "_compiled_call_impl", *HOOK_DICTS})
+Layout = list[tuple[torch.device, torch.dtype, torch.Size]]
 
 
 class EngineView:
-    """Builds and refreshes the twin of `model`.
+    """Builds and rebuilds the twin of `model`, which it does not keep alive.
 
     Attributes:
         model: the twin. Only the engine's stepping thread may run it.
@@ -37,88 +35,94 @@ class EngineView:
 
     def __init__(self, model: PreTrainedModel, original_class: type[PreTrainedModel]):
         self._original_class = original_class
-        self.step = StepContext()
         self._build(model)
 
     def is_stale(self, model: PreTrainedModel) -> bool:
-        """Whether a module was replaced, added or removed, or a config changed, so that `refresh` would rebuild."""
-        return self._structure(model) != self._built_structure or self._config_state() != self._built_config
+        """Whether anything that the twin does not share with the live model differs from when it was built.
+
+        That is: a module was replaced, added or removed, a plain attribute (an adapter's state, a scale) or a config
+        changed, or the weights have another shape or dtype or are on another device.
+        """
+        modules = list(walk_modules(model))
+        return (
+            len(modules) != len(self._states)
+            or not all(state.describes(module) for state, module in zip(self._states, modules, strict=True))
+            or _layout(modules) != self._layout
+            or not all(is_same(vars(config), then) for config, then in self._configs)
+        )
 
     def refresh(self, model: PreTrainedModel) -> bool:
-        """Follow changes of the live model that sharing alone does not carry over.
-
-        Plain attributes (an adapter's `scaling` or `merged` state, for example) are copied again. The twin is rebuilt
-        when a module was replaced, added or removed, or when the config changed.
+        """Build another twin if this one is stale.
 
         Returns:
-            True if anything had changed.
+            Whether it was.
+
+        Raises:
+            UnsupportedModelError: what became of the model has no twin.
         """
-        if self.is_stale(model):
-            self.step = StepContext()
-            self._build(model)
-            return True
-        return any([self._copy_attributes(live, twin) for live, twin in self._pairs])
+        if not self.is_stale(model):
+            return False
+        self._build(model)
+        return True
 
     def _build(self, model: PreTrainedModel) -> None:
-        self._config_memo: dict[int, Any] = {}
-        self._configs: dict[int, PretrainedConfig] = {}
-        self._pairs: list[tuple[nn.Module, nn.Module]] = []
-        self._twins: dict[int, nn.Module] = {}
-        self.model: PreTrainedModel = self._twin(model, self._original_class)
-        self._built_structure = self._structure(model)
-        self._built_config = self._config_state()
-        if self.model.config._attn_implementation != ATTENTION_NAME:
+        builder = _TwinBuilder()
+        twin = builder.twin(model, self._original_class)
+        if twin.config._attn_implementation != ATTENTION_NAME:
             raise UnsupportedModelError([f"its config refuses the attention implementation {ATTENTION_NAME!r}"])
+        modules = list(walk_modules(model))
+        self.model: PreTrainedModel = twin
+        self.step = builder.step
+        self._states = [ModuleState(module) for module in modules]
+        self._layout = _layout(modules)
+        self._configs = [(config, snapshot(vars(config))) for config in builder.live_configs]
 
-    def _twin(self, live: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
+
+class _TwinBuilder:
+    """Makes one twin: a module or config that is reached twice stays one object."""
+
+    def __init__(self) -> None:
+        self.step = StepContext()
+        self.live_configs: list[PretrainedConfig] = []
+        self._copied_configs: dict[int, Any] = {}
+        self._twins: dict[int, nn.Module] = {}
+
+    def twin(self, live: nn.Module, cls: type[nn.Module] | None = None) -> nn.Module:
+        """The twin of a live module, an instance of `cls` or else of the same class."""
         if id(live) in self._twins:
             return self._twins[id(live)]
+        if "forward" in vars(live):
+            raise UnsupportedModelError([f"forward of {type(live).__name__} was replaced on the instance"])
         twin = object.__new__(cls or type(live))
         self._twins[id(live)] = twin
-        self._pairs.append((live, twin))
         state = twin.__dict__
-        for name in HOOK_DICTS:
-            state[name] = OrderedDict()
-        state["training"] = False
-        self._copy_attributes(live, twin)
-        state["_hfpaged_step"] = self.step
-        state["_modules"] = {
-            name: None if child is None else self._twin(child) for name, child in live._modules.items()
-        }
+        state.update(vars(nn.Module()))
+        for name, value in plain_attributes(live):
+            state[name] = self._config(value) if isinstance(value, PretrainedConfig) else value
+        state.update(
+            _parameters=live._parameters,
+            _buffers=live._buffers,
+            _non_persistent_buffers_set=live._non_persistent_buffers_set,
+            _modules={name: None if child is None else self.twin(child) for name, child in live._modules.items()},
+            training=False,
+            _hfpaged_step=self.step,
+        )
+        pin_frequencies(twin)
         return twin
 
-    def _copy_attributes(self, live: nn.Module, twin: nn.Module) -> bool:
-        changed = False
-        state = twin.__dict__
-        for name, value in live.__dict__.items():
-            if name in PRIVATE_ATTRIBUTES or name.startswith("_hfpaged"):
-                continue
-            if isinstance(value, PretrainedConfig):
-                value = self._copied_config(value)
-            if state.get(name, state) is not value:
-                state[name] = value
-                changed = True
-        return changed
-
-    def _copied_config(self, config: PretrainedConfig) -> PretrainedConfig:
-        if id(config) not in self._configs:
+    def _config(self, live: PretrainedConfig) -> PretrainedConfig:
+        if not any(config is live for config in self.live_configs):
+            self.live_configs.append(live)
             # One memo for all: a sub-config reached from two places stays one object.
-            copied = copy.deepcopy(config, self._config_memo)
-            copied._attn_implementation = ATTENTION_NAME
-            self._configs[id(config)] = config
-        return self._config_memo[id(config)]
-
-    def _config_state(self) -> list[dict[str, Any]]:
-        return [dict(vars(config)) for config in self._configs.values()]
-
-    @staticmethod
-    def _structure(model: nn.Module) -> list[int]:
-        return [id(module) for module in _walk(model)]
+            copy.deepcopy(live, self._copied_configs)._attn_implementation = ATTENTION_NAME
+        return self._copied_configs[id(live)]
 
 
-def _walk(module: nn.Module) -> Iterator[nn.Module]:
-    """All modules of the tree, a shared one as often as it is reached: cheaper than `modules()`, and order counts."""
-    yield module
-    for child in module._modules.values():
-        if child is not None:
-            yield from _walk(child)
+def _layout(modules: list[nn.Module]) -> Layout:
+    """What everything made for the weights depends on, beside their content."""
+    return [
+        (parameter.device, parameter.dtype, parameter.shape)
+        for module in modules
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]

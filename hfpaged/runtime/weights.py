@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from hfpaged.native import library
+from hfpaged.runtime.module_state import walk_modules
 
 FALLBACK_CHUNK = 1 << 20
 
@@ -42,31 +43,34 @@ class WeightsWatch:
         return changed
 
 
-def weights_identity(model: nn.Module) -> tuple:
+def weights_identity(model: nn.Module) -> list[tuple]:
     """Object, pointer, version, dtype and shape of every parameter. Cheap; proves changes only.
 
     Buffers are left out: rotary embeddings rewrite theirs in each forward. Their content is fingerprinted.
     """
-    return tuple(
+    return [
         (id(parameter), plain.data_ptr(), _version(plain), plain.dtype, plain.shape)
-        for parameter in model.parameters()
+        for module in walk_modules(model)
+        for parameter in module._parameters.values()
+        if parameter is not None
         for plain in plain_tensors(parameter)
-    )
+    ]
 
 
 def weights_fingerprint(model: nn.Module) -> tuple[int, ...]:
     """A content hash of every parameter and buffer, in order; tensors that share memory are read once."""
-    digests: dict[tuple[int, torch.Size], int] = {}
-    for owner in itertools.chain(model.parameters(), model.buffers()):
-        for tensor in plain_tensors(owner):
-            key = (tensor.data_ptr(), tensor.shape)
-            if key not in digests:
-                digests[key] = fingerprint(tensor)
-    return tuple(digests.values())
+    tensors = {
+        (plain.data_ptr(), plain.nbytes, plain.stride()): plain
+        for owner in itertools.chain(model.parameters(), model.buffers())
+        for plain in plain_tensors(owner)
+    }
+    # All are under way before the first result is waited for, which matters on a GPU.
+    digests = [fingerprint(tensor) for tensor in tensors.values()]
+    return tuple(map(int, digests))
 
 
-def fingerprint(tensor: torch.Tensor) -> int:
-    """64-bit, position-sensitive hash of a tensor's bytes. Native on the CPU, by torch elsewhere."""
+def fingerprint(tensor: torch.Tensor) -> int | torch.Tensor:
+    """64-bit, position-sensitive hash of a tensor's bytes: native on the CPU, else by torch as an int64 scalar."""
     tensor = tensor.detach()
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
@@ -75,17 +79,19 @@ def fingerprint(tensor: torch.Tensor) -> int:
     return _torch_fingerprint(tensor)
 
 
-def _torch_fingerprint(tensor: torch.Tensor) -> int:
-    """Sum of the 64-bit words, each times an odd number that depends on its position, modulo 2**64."""
+def _torch_fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum over the 64-bit words, each mixed with its position, modulo 2**64."""
     data = tensor.reshape(-1).view(torch.uint8)
     data = torch.nn.functional.pad(data, (0, -data.numel() % 8)).view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    total = torch.full((), tensor.nbytes, dtype=torch.int64, device=data.device)
     for first in range(0, data.numel(), FALLBACK_CHUNK):
         part = data[first : first + FALLBACK_CHUNK]
         position = torch.arange(first, first + part.numel(), device=data.device)
-        # An odd multiplier of each word (SplitMix64's increment) makes swapped words show.
-        total += (part * (position * -7046029254386353131 * 2 + 1)).sum()
-    return int(total) ^ tensor.numel()
+        # An odd multiplier of each word (SplitMix64's increment) makes swapped words show, the shift makes changes of
+        # the words' top bits show, which multiplied by odd numbers would cancel in pairs.
+        mixed = part * (position * -7046029254386353131 * 2 + 1)
+        total += (mixed ^ (mixed >> 32)).sum()
+    return total
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

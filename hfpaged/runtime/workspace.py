@@ -18,6 +18,7 @@ from hfpaged.runtime.block_store import HostBlockStore
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.runner import Runner, probe_layers
 from hfpaged.runtime.thread_state import ThreadState
+from hfpaged.runtime.tiers import choose_tier
 from hfpaged.runtime.view import EngineView
 
 GIB = 1 << 30
@@ -43,7 +44,9 @@ class Workspace:
         )
         self.store = HostBlockStore(capacity=num_blocks)
         self.cache = KVCache(self.backend, seen, num_blocks)
-        self.runner = Runner(view, self.backend, self.cache, self.store, config.block_size)
+        view.step.bind(self.backend, self.cache.layers)
+        self.tier, self.tier_reason = choose_tier(config, view, self.backend, self.cache, state)
+        self.runner = Runner(self.tier, self.cache, self.store, config.block_size)
         self.pool = BlockPool(num_blocks, config.block_size)
         self.prefix_cache = PrefixCache(self.pool)
         self.scheduler = Scheduler(

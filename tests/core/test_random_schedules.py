@@ -84,9 +84,7 @@ class RandomUser:
             check(self.books)
             return True
         sampled = sample_of(self.books, plan, self.steered)
-        accepted = {
-            entry.id: self.random.randrange(entry.logits_for) for entry in plan.entries if entry.logits_for > 1
-        }
+        accepted = {entry.id: self.random.randrange(entry.logits_for) for entry in plan.entries if entry.logits_for > 1}
         self.books.commit(plan, sampled, accepted)
         for request_id in sampled:
             request = self.books.requests[request_id]
@@ -98,9 +96,7 @@ class RandomUser:
 @pytest.mark.parametrize("preemption", ["auto", "swap", "recompute"])
 @pytest.mark.parametrize("num_blocks", [8, 13, 24])
 def test_random_schedules_keep_every_invariant(num_blocks, preemption):
-    user = RandomUser(
-        num_blocks, num_blocks=num_blocks, max_batch_tokens=11, max_requests=4, preemption=preemption
-    )
+    user = RandomUser(num_blocks, num_blocks=num_blocks, max_batch_tokens=11, max_requests=4, preemption=preemption)
     for _ in range(2500):
         user.act()
         check(user.books)

@@ -109,5 +109,4 @@ def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
         import numpy as np
 
         # torch.zeros writes every page; numpy's zeros come from calloc.
-        integers = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype.itemsize]
-        return torch.from_numpy(np.zeros(shape, dtype=integers)).view(dtype)
+        return torch.from_numpy(np.zeros(shape, dtype=f"u{dtype.itemsize}")).view(dtype)

@@ -1,0 +1,93 @@
+"""What the modules of a tree are and what plain attributes they have, to see later whether anything became of them.
+
+Adapters keep their state (active, disabled, merged, scaling) in such attributes, some of it in containers that they
+change in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+# Kept by nn.Module itself.
+_MODULE_INTERNALS = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+# What training and `generate` note on a model. No forward in evaluation mode reads it.
+_BOOKKEEPING = frozenset(
+    {
+        "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
+        "_require_grads_hooks", "_previous_max_cache_length", "_last_compile_config", "_compiled_call", "_cache",
+    }
+)  # fmt: skip
+_IGNORED = _MODULE_INTERNALS | _BOOKKEEPING
+_SCALARS = (bool, int, float, complex, str, bytes)
+
+
+def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """(name, value) of what is neither a parameter, buffer, child or hook, nor the engine's own."""
+    for name, value in vars(module).items():
+        if name not in _MODULE_INTERNALS and not name.startswith("_hfpaged"):
+            yield name, value
+
+
+def walk_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """All modules of the tree, a shared one as often as it is reached: cheaper than `modules()`."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from walk_modules(child)
+
+
+class ModuleState:
+    """Identity, class and plain attributes of `module`, which it does not keep alive."""
+
+    __slots__ = ("_attributes", "_class", "_module", "_size")
+
+    def __init__(self, module: nn.Module):
+        self._module = weakref.ref(module)
+        self._class = _unpatched_class(module)
+        self._size = len(vars(module))
+        self._attributes = {
+            name: snapshot(value) for name, value in plain_attributes(module) if name not in _BOOKKEEPING
+        }
+
+    def describes(self, module: nn.Module) -> bool:
+        """Whether this is the module, with attributes that are the same objects, equal scalars or equal containers."""
+        if self._module() is not module or _unpatched_class(module) is not self._class:
+            return False
+        now = vars(module)
+        for name, then in self._attributes.items():
+            if name not in now or not is_same(now[name], then):
+                return False
+        return len(now) == self._size or self._has_no_new(module)
+
+    def _has_no_new(self, module: nn.Module) -> bool:
+        return all(name in self._attributes or name in _IGNORED for name, _ in plain_attributes(module))
+
+
+def _unpatched_class(module: nn.Module) -> type[nn.Module]:
+    return getattr(type(module), "_hfpaged_original_class", type(module))
+
+
+def snapshot(value: Any) -> Any:
+    """The value, or for a container a copy that changes in place do not reach."""
+    if type(value) is dict:
+        return {key: snapshot(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(snapshot(item) for item in value)
+    return value.copy() if type(value) is set else value
+
+
+def is_same(now: Any, then: Any) -> bool:
+    """Whether a value is the object, the equal scalar or the equal container that `snapshot` was taken of."""
+    if now is then:
+        return True
+    if type(now) is not type(then):
+        return False
+    if type(now) is dict:
+        return len(now) == len(then) and all(key in then and is_same(item, then[key]) for key, item in now.items())
+    if type(now) in (list, tuple):
+        return len(now) == len(then) and all(map(is_same, now, then))
+    return isinstance(now, (set, frozenset, *_SCALARS)) and now == then

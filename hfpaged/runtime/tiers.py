@@ -1,0 +1,138 @@
+"""How a step's forward is executed: by the model's own module code, or as one native program made from it.
+
+Both read the same batch and the same KV pool, and give the same logits up to rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hfpaged.config import EngineConfig
+from hfpaged.errors import ConfigError
+from hfpaged.program.description import NotRecognized
+from hfpaged.program.program import StepProgram
+from hfpaged.runtime.attention.interface import AttentionBackend
+from hfpaged.runtime.batch import StepBatch
+from hfpaged.runtime.kv_cache import KVCache
+from hfpaged.runtime.thread_state import ThreadState
+from hfpaged.runtime.view import EngineView
+
+logger = logging.getLogger(__name__)
+
+
+class StepOutput(NamedTuple):
+    """What a step computed for the S rows that wanted logits.
+
+    Attributes:
+        logits: [S, V] in the model's dtype or its values in fp32; None if only the argmax was asked for and is there.
+        argmax: int64 [S], where the tier computes it on the way.
+    """
+
+    logits: torch.Tensor | None
+    argmax: np.ndarray | None
+
+
+class Tier(ABC):
+    """One way to run the forward of a step. Used by the stepping thread only."""
+
+    name: str
+
+    @abstractmethod
+    def run(self, batch: StepBatch, want_logits: bool) -> StepOutput:
+        """Write the batch's keys and values and compute the logits of `batch.logit_rows`."""
+
+    @abstractmethod
+    def on_weights_changed(self) -> None:
+        """Forget everything made from the old weights."""
+
+
+class ModuleTier(Tier):
+    """The view's own forward, with paged attention in it."""
+
+    name = "modules"
+
+    def __init__(self, view: EngineView, backend: AttentionBackend, state: ThreadState):
+        self._view = view
+        self._backend = backend
+        self._state = state
+        self._device = view.model.device
+        self._slices_logits = view.model._supports_logits_to_keep()
+
+    def run(self, batch: StepBatch, want_logits: bool) -> StepOutput:
+        self._backend.begin(batch)
+        rows = torch.from_numpy(batch.logit_rows).to(self._device)
+        # Models cannot take an empty index; a step that samples nothing keeps one row and drops it below.
+        keep = rows if len(rows) else torch.zeros(1, dtype=torch.long, device=self._device)
+        arguments = {"logits_to_keep": keep} if self._slices_logits else {}
+        with self._state.applied():
+            output = self._view.model(
+                input_ids=torch.from_numpy(batch.token_ids)[None].to(self._device),
+                position_ids=torch.from_numpy(batch.positions)[None].to(self._device),
+                use_cache=False,
+                return_dict=True,
+                **arguments,
+            )
+        logits = output.logits[0] if self._slices_logits else output.logits[0, keep]
+        return StepOutput(logits[: len(rows)], None)
+
+    def on_weights_changed(self) -> None:
+        """Nothing: the view shares the live weights."""
+
+
+class ProgramTier(Tier):
+    """The whole step as one native program over packed weights."""
+
+    name = "program"
+
+    def __init__(self, program: StepProgram, cache: KVCache):
+        self._program = program
+        self._kv = [(layer.key, layer.value) for layer in cache.layers]
+
+    def run(self, batch: StepBatch, want_logits: bool) -> StepOutput:
+        argmax, logits = self._program.run(batch, self._kv, batch.logit_rows, want_logits)
+        return StepOutput(logits, argmax)
+
+    def on_weights_changed(self) -> None:
+        self._program.repack()
+
+
+class TierChoice(NamedTuple):
+    """The tier in use, and why not the faster one."""
+
+    tier: Tier
+    reason: str | None
+
+
+def choose_tier(
+    config: EngineConfig, view: EngineView, backend: AttentionBackend, cache: KVCache, state: ThreadState
+) -> TierChoice:
+    """The fastest tier that can run the model, or the one that `config.tier` names.
+
+    Raises:
+        ConfigError: the named tier cannot run this model; the message says why.
+    """
+    reason = "it was asked for" if config.tier == "modules" else None
+    if reason is None:
+        reason = _no_program_reason(backend, state)
+    if reason is None:
+        try:
+            return TierChoice(ProgramTier(StepProgram.build(view.model, torch.get_num_threads()), cache), None)
+        except NotRecognized as error:
+            reason = error.reason
+    if config.tier == "program":
+        raise ConfigError(f"tier='program' cannot run this model: {reason}")
+    logger.info("hfpaged runs %s by its modules: %s", type(view.model).__name__, reason)
+    return TierChoice(ModuleTier(view, backend, state), reason)
+
+
+def _no_program_reason(backend: AttentionBackend, state: ThreadState) -> str | None:
+    if backend.name != "native":
+        return f"the attention backend is {backend.name}, not native"
+    if state.autocast_dtype is not None:
+        return "autocast is on"
+    return None
