@@ -10,11 +10,12 @@ Importing the package gives every `PreTrainedModel` the methods `patch` and `unp
 from transformers import PreTrainedModel
 
 from hfpaged.config import EngineConfig
+from hfpaged.generation.call import CancelScope
 from hfpaged.patch import engine, patch, patched, unpatch, weights_changed
 from hfpaged.support import support
 
 __version__ = "0.1.0"
-__all__ = ["EngineConfig", "engine", "patch", "patched", "support", "unpatch", "weights_changed"]
+__all__ = ["CancelScope", "EngineConfig", "engine", "patch", "patched", "support", "unpatch", "weights_changed"]
 
 PreTrainedModel.patch = patch
 PreTrainedModel.unpatch = unpatch

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TextGenerationPipeline
 
 from hfpaged.config import EngineConfig
 from hfpaged.errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
@@ -48,6 +48,11 @@ def patch(model: Any, **options: Any) -> Any:
     engine = Engine(target, original_class, config)
     target.__class__ = _patched_class(original_class)
     target.__dict__[STATE_ATTRIBUTE] = engine
+    if isinstance(model, TextGenerationPipeline):
+        # Integrations stand above this module; importing them only for a pipeline keeps imports one way.
+        from hfpaged.integrations.pipeline import paged_pipeline_class
+
+        model.__class__ = paged_pipeline_class(type(model))
     return model
 
 
@@ -59,6 +64,8 @@ def unpatch(model: Any) -> Any:
         del target.__dict__[STATE_ATTRIBUTE]
         target.__class__ = target._hfpaged_original_class
         engine.release()
+    if isinstance(model, TextGenerationPipeline) and hasattr(type(model), "_hfpaged_original_class"):
+        model.__class__ = model._hfpaged_original_class
     return model
 
 
@@ -110,6 +117,16 @@ def _patched_class(original: type[PreTrainedModel]) -> type[PreTrainedModel]:
             "__module__": original.__module__,
             "__qualname__": original.__qualname__,
             "__doc__": original.__doc__,
+            "__reduce_ex__": _reduce_to_unpatched,
             "_hfpaged_original_class": original,
         },
     )
+
+
+def _reduce_to_unpatched(self: PreTrainedModel, protocol: int) -> tuple:
+    """Copies and pickles are of the unpatched model: an engine belongs to one live instance."""
+    # Older protocols keep the class among the state; copies and pickles made of newer ones load under any.
+    _, (_, *arguments), state, *rest = object.__reduce_ex__(self, max(protocol, 2))
+    state = {name: value for name, value in state.items() if name != STATE_ATTRIBUTE}
+    # copyreg.__newobj__ may not be used: pickle then insists on the class of `self`.
+    return (object.__new__, (self._hfpaged_original_class, *arguments), state, *rest)

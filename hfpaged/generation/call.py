@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +13,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from hfpaged.compat import pop_cache
 from hfpaged.errors import UnsupportedOptionError
+from hfpaged.runtime.handle import GenerationHandle
 
-REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache")
+REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache", "scope")
 MOST_SALT_CHARACTERS = 256
 # Arguments of the decoding loops themselves; all others go to the model's forward.
 LOOP_ARGUMENTS = frozenset({"inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer"})
@@ -48,6 +51,31 @@ class PreparedCriteria(StoppingCriteriaList):
         self.users = list(users or ())
 
 
+class CancelScope:
+    """Cancels all calls that were given it: `generate(..., hfpaged={"scope": scope})`, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._handles: list[GenerationHandle] = []
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        """End the scope's running calls with `RequestCancelled`, and every later one at once."""
+        with self._lock:
+            self._cancelled = True
+            handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.cancel()
+
+    def add(self, handles: Iterable[GenerationHandle]) -> None:
+        """Put requests under this scope."""
+        with self._lock:
+            self._handles = [handle for handle in self._handles if not handle.done]
+            self._handles += handles
+        if self._cancelled:
+            self.cancel()
+
+
 @dataclass(frozen=True)
 class RequestOptions:
     """`generate(..., hfpaged={...})`: what Transformers has no option for.
@@ -57,12 +85,14 @@ class RequestOptions:
         cache_salt: only requests with the same salt share cached prefixes.
         priority: lower runs first.
         prefix_cache: False neither reads nor enters the prefix cache.
+        scope: lets another thread cancel the call.
     """
 
     seed: int | list[int] | None = None
     cache_salt: str = ""
     priority: int = 0
     prefix_cache: bool = True
+    scope: CancelScope | None = None
 
     @classmethod
     def from_keyword(cls, options: Any) -> RequestOptions:
@@ -88,6 +118,8 @@ class RequestOptions:
             raise UnsupportedOptionError(f"cache_salt must be a string of at most {MOST_SALT_CHARACTERS} characters")
         if not _is_int(self.priority) or abs(self.priority) > 1 << 30:
             raise UnsupportedOptionError(f"priority must be an integer, got {self.priority!r}")
+        if self.scope is not None and not isinstance(self.scope, CancelScope):
+            raise UnsupportedOptionError(f"scope must be a hfpaged.CancelScope, got {type(self.scope).__name__}")
         if not isinstance(self.prefix_cache, bool):
             raise UnsupportedOptionError(f"prefix_cache must be True or False, got {self.prefix_cache!r}")
 
@@ -144,8 +176,10 @@ class GenerateCall:
 
     @property
     def max_new_tokens(self) -> int:
-        """Tokens that each row may get: what `max_length` leaves beyond the padded width, as in Transformers."""
-        return self.config.max_length - self.padded_len
+        """Tokens that each row may get: what the maximum length leaves beyond the padded width, as in Transformers."""
+        # A MaxLengthCriteria that the user passed takes the place of the config's.
+        longest = self.criteria.max_length or self.config.max_length
+        return max(1, longest - self.padded_len)
 
     @property
     def stops_at_eos(self) -> bool:

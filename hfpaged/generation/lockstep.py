@@ -14,7 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hfpaged.compat import decoder_only_output
 from hfpaged.generation.call import GenerateCall
-from hfpaged.generation.outputs import pad_token
+from hfpaged.generation.outputs import ended_row_scores, pad_token
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
@@ -51,6 +51,8 @@ class LockstepLoop:
         """Generate until the criteria say that every row is done; then, or when anything raises, free all rows."""
         handles = self._engine.submit_specs(self._specs)
         try:
+            if self._call.options.scope is not None:
+                self._call.options.scope.add(handles)
             while self._unfinished.any():
                 self._one_step(handles)
         finally:
@@ -66,9 +68,9 @@ class LockstepLoop:
         logits = self._gather(handles)
         scores = self._processed(logits)
         if self._scores is not None:
-            self._scores += (scores,)
+            self._scores += (self._marking_ended(scores),)
         if self._logits is not None:
-            self._logits += (logits,)
+            self._logits += (self._marking_ended(logits),)
         tokens = self._draw(scores)
         if call.stops_at_eos:
             tokens = torch.where(self._unfinished, tokens, pad_token(call))
@@ -101,6 +103,15 @@ class LockstepLoop:
             ]
             scores = torch.cat(rows)
         return scores
+
+    def _marking_ended(self, scores: torch.Tensor) -> torch.Tensor:
+        """[B, V] scores for the output: a row that had ended before this step can only be followed by pad."""
+        ended = ~self._running()
+        if not ended.any():
+            return scores
+        marked = scores.clone()
+        marked[ended] = ended_row_scores(self._call, scores[0])
+        return marked
 
     def _row_ids(self, row: int) -> torch.LongTensor:
         """[1, l] ids of a row without its left padding."""

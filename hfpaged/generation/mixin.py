@@ -132,6 +132,8 @@ class PagedGenerationMixin:
             return LockstepLoop(self._hfpaged, call, specs, row_lists).run()
         handles = self._hfpaged.submit_specs(row_specs(self, call, self._row_logits_processor))
         try:
+            if call.options.scope is not None:
+                call.options.scope.add(handles)
             if call.streamer is not None:
                 _stream(call, handles[0])
             for handle in handles:

@@ -145,6 +145,8 @@ class PagedModel(GenerationMixin):
         wanted = logits_to_keep or input_ids.shape[1]
         if not self.paged_cache.rows:
             self.paged_cache.start(self._specs(input_ids, attention_mask, wanted), input_ids.shape[1])
+            if self._options.scope is not None:
+                self._options.scope.add(self.paged_cache.rows)
         else:
             self.paged_cache.extend(input_ids.tolist(), wanted)
         return causal_output(self.paged_cache.logits().to(input_ids.device), self.paged_cache)

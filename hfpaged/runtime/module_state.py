@@ -40,6 +40,17 @@ def walk_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from walk_modules(child)
 
 
+def has_own(module: nn.Module, method: str) -> bool:
+    """Whether `method` of this instance is another than its class has.
+
+    The class's own, bound to the instance, does not count: that is how accelerate leaves modules it took its hooks off.
+    """
+    own = vars(module).get(method)
+    if own is None:
+        return False
+    return getattr(own, "__self__", None) is not module or own.__func__ is not getattr(type(module), method)
+
+
 class ModuleState:
     """Identity, class and plain attributes of `module`, which it does not keep alive."""
 

@@ -18,7 +18,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from hfpaged.compat import ATTENTION_NAME
 from hfpaged.errors import UnsupportedModelError
-from hfpaged.runtime.module_state import ModuleState, is_same, plain_attributes, snapshot, walk_modules
+from hfpaged.runtime.module_state import ModuleState, has_own, is_same, plain_attributes, snapshot, walk_modules
 from hfpaged.runtime.rope import pin_frequencies
 from hfpaged.runtime.step import StepContext
 
@@ -91,14 +91,15 @@ class _TwinBuilder:
         """The twin of a live module, an instance of `cls` or else of the same class."""
         if id(live) in self._twins:
             return self._twins[id(live)]
-        if "forward" in vars(live):
+        if has_own(live, "forward"):
             raise UnsupportedModelError([f"forward of {type(live).__name__} was replaced on the instance"])
         twin = object.__new__(cls or type(live))
         self._twins[id(live)] = twin
         state = twin.__dict__
         state.update(vars(nn.Module()))
         for name, value in plain_attributes(live):
-            state[name] = self._config(value) if isinstance(value, PretrainedConfig) else value
+            if name != "forward":
+                state[name] = self._config(value) if isinstance(value, PretrainedConfig) else value
         state.update(
             _parameters=live._parameters,
             _buffers=live._buffers,

@@ -1,0 +1,1 @@
+"""hfpaged inside other libraries. Installed as `hfpaged.integrations`."""
