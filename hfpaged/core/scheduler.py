@@ -32,6 +32,7 @@ class SchedulerCounters:
         cached_prompt_tokens: those of them that were found in the prefix cache or shared with a forked parent.
         generated_tokens: tokens appended after prompts.
         block_copies: shared blocks that were copied before a write.
+        draft_tokens, accepted_tokens: guesses that were verified, and those of them that stood.
     """
 
     prompt_tokens: int = 0
@@ -40,6 +41,8 @@ class SchedulerCounters:
     preemptions_swap: int = 0
     preemptions_recompute: int = 0
     block_copies: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Scheduler:
@@ -145,6 +148,14 @@ class Scheduler:
         request.draft_tokens = logits_for - 1
         self.counters.generated_tokens += len(tokens)
         self._wake(request)
+
+    def append_drafts(self, request_id: int, tokens: list[int]) -> None:
+        """Let a running request compute guesses behind its last token in the same step. They get logits, too."""
+        request = self._requests[request_id]
+        if request.state is RequestState.RUNNING:
+            request.tokens += tokens
+            request.draft_tokens = len(tokens)
+            self.counters.generated_tokens += len(tokens)
 
     def rollback(self, request_id: int, count: int) -> None:
         """Forget the last `count` tokens of an idle request, and the blocks that only they were in."""
@@ -277,8 +288,11 @@ class Scheduler:
 
     def _catch_up(self, entry: PlannedRequest, sampled: Mapping[int, int | None], accepted: Mapping[int, int]) -> None:
         request = self._requests[entry.id]
-        rejected = request.draft_tokens - accepted.get(entry.id, request.draft_tokens)
+        stands = accepted.get(entry.id, request.draft_tokens)
+        rejected = request.draft_tokens - stands
         request.draft_tokens = 0
+        self.counters.draft_tokens += stands + rejected
+        self.counters.accepted_tokens += stands
         if rejected:
             self._drop_tokens(request, rejected)
             self.counters.generated_tokens -= rejected

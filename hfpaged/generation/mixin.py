@@ -21,6 +21,7 @@ from hfpaged.generation.paged_model import PagedModel
 from hfpaged.generation.routing import loop_reason, stock_reason
 from hfpaged.generation.rows import row_processors, row_specs
 from hfpaged.runtime.handle import GenerationHandle
+from hfpaged.runtime.request_spec import LookupOptions
 
 STATE_ATTRIBUTE = "_hfpaged"
 
@@ -81,6 +82,8 @@ class PagedGenerationMixin:
 
     def _assisted_decoding(self, input_ids: Any, **arguments: Any) -> Any:
         call, reason = self._routed(input_ids, arguments, loop="assisted decoding")
+        if reason is None and arguments.get("assistant_model") is None and not _needs_lockstep(call):
+            return self._run_on_engine(call, _lookup_options(call))
         if reason is None:
             return self._run_loop("_assisted_decoding", call, arguments, repeats=1)
         self._leave_to_stock(reason)
@@ -125,12 +128,12 @@ class PagedGenerationMixin:
         """Transformers' own list, as it would build it for an unpatched model."""
         return super()._get_logits_processor(**arguments)
 
-    def _run_on_engine(self, call: GenerateCall) -> Any:
+    def _run_on_engine(self, call: GenerateCall, lookup: LookupOptions | None = None) -> Any:
         if _needs_lockstep(call):
             specs = row_specs(self, call, self._row_logits_processor, steered=True)
             row_lists = [row_processors(call, spec.prompt, self._row_logits_processor) for spec in specs]
             return LockstepLoop(self._hfpaged, call, specs, row_lists).run()
-        handles = self._hfpaged.submit_specs(row_specs(self, call, self._row_logits_processor))
+        handles = self._hfpaged.submit_specs(row_specs(self, call, self._row_logits_processor, lookup=lookup))
         try:
             if call.options.scope is not None:
                 call.options.scope.add(handles)
@@ -159,6 +162,11 @@ def _needs_lockstep(call: GenerateCall) -> bool:
     # Without an end token, stock goes on with rows that another criterion ended until all have.
     ends_unevenly = not call.stops_at_eos and len(call.criteria) > 1
     return call.streamer is not None or ends_unevenly
+
+
+def _lookup_options(call: GenerateCall) -> LookupOptions:
+    config = call.config
+    return LookupOptions(config.prompt_lookup_num_tokens, config.max_matching_ngram_size or 2)
 
 
 def _stream(call: GenerateCall, handle: GenerationHandle) -> None:

@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from hfpaged.errors import InputError, UnsupportedOptionError
 from hfpaged.generation.call import GenerateCall
-from hfpaged.runtime.request_spec import RequestSpec
+from hfpaged.runtime.request_spec import LookupOptions, RequestSpec
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.sampling.processors import CompiledProcessors
 from hfpaged.sampling.stop import StopRule
@@ -77,13 +77,18 @@ def check_prompt(prompt: list[int], vocab_size: int, name: str = "the prompt") -
 
 
 def row_specs(
-    model: PreTrainedModel, call: GenerateCall, make_processors: MakeProcessors, steered: bool = False
+    model: PreTrainedModel,
+    call: GenerateCall,
+    make_processors: MakeProcessors,
+    steered: bool = False,
+    lookup: LookupOptions | None = None,
 ) -> list[RequestSpec]:
     """One request a row, in order.
 
     Args:
         make_processors: Transformers' own `_get_logits_processor` of this model.
         steered: the caller will process logits and feed tokens itself.
+        lookup: speculate by prompt lookup, where what a row asks for allows it.
     """
     prompts = unpadded(call.input_ids, call.attention_mask, model.get_input_embeddings().num_embeddings)
     repeats = max(1, call.config.num_return_sequences or 1)
@@ -102,6 +107,7 @@ def row_specs(
             keep_scores=call.keeps_scores,
             keep_logits=call.keeps_logits,
             steered=steered,
+            lookup=lookup,
             priority=call.options.priority,
             cache_salt=call.options.cache_salt,
             prefix_cache=call.options.prefix_cache,

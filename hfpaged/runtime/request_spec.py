@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.sampling.processors import CompiledProcessors
 from hfpaged.sampling.stop import StopRule
+
+
+@dataclass(frozen=True)
+class LookupOptions:
+    """Speculation by prompt lookup: drafts of up to `num_tokens`, found by the last `max_ngram` tokens or fewer."""
+
+    num_tokens: int
+    max_ngram: int = 2
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,7 @@ class RequestSpec:
         do_sample: draw from the distribution, or take the most likely token.
         seed, sample_index: key of the row's random numbers, with the position.
         keep_scores, keep_logits: collect processed scores, raw logits on the handle.
+        lookup: guess tokens ahead, if the row `may_speculate`.
         steered: the caller gets the logits and feeds the tokens (`processors`, `stop` and sampling are then its own).
         logits_for: of a steered request, how many of the prompt's last tokens it wants logits for.
         priority: lower runs first.
@@ -40,9 +49,16 @@ class RequestSpec:
     sample_index: int = 0
     keep_scores: bool = False
     keep_logits: bool = False
+    lookup: LookupOptions | None = None
     steered: bool = False
     logits_for: int = 1
     priority: int = 0
     cache_salt: str = ""
     prefix_cache: bool = True
-    fork_of: int | None = field(default=None)
+    fork_of: int | None = None
+
+    @property
+    def may_speculate(self) -> bool:
+        """Whether its tokens can be drawn several at a time: nothing but their number changes from one to the next."""
+        looks_back = self.processors is not None and self.processors.looks_back
+        return self.lookup is not None and not looks_back and not self.stop.looks_at_text

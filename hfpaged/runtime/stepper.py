@@ -20,6 +20,7 @@ from hfpaged.core.plan import Plan
 from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.request import Request
 from hfpaged.errors import EngineReleasedError
+from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, sampled_rows, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.stats import EngineCounters
@@ -27,20 +28,11 @@ from hfpaged.runtime.tiers import StepOutput
 from hfpaged.runtime.view import EngineView
 from hfpaged.runtime.weights import WeightsWatch
 from hfpaged.runtime.workspace import Workspace
-from hfpaged.sampling.sampler import Drawn, Sampler, SampleRow
+from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopChecker
+from hfpaged.speculation.prompt_lookup import PromptLookup
 
 Submission = tuple[Sequence[RequestSpec], Sequence[GenerationHandle]]
-
-
-@dataclass
-class LiveRequest:
-    """A request that has not ended, with its caller's handle."""
-
-    spec: RequestSpec
-    handle: GenerationHandle
-    request: Request
-    row: SampleRow
 
 
 class Stepper:
@@ -60,6 +52,7 @@ class Stepper:
         self._counters = counters
         self._watch: WeightsWatch | None = None
         self._held: list[Submission] = []
+        self._speculating: set[int] = set()
         self._epoch = 0
         self._last_step_failed = False
         self._sampler = Sampler()
@@ -117,6 +110,7 @@ class Stepper:
         """End requests, wherever they are, and free what they hold. Ended ones are ignored."""
         for handle in handles:
             live = self.live.pop(handle.request_id, None)
+            self._speculating.discard(handle.request_id)
             if live is not None:
                 self.workspace.scheduler.finish(handle.request_id)
                 self.workspace.runner.forget(handle.request_id)
@@ -131,69 +125,75 @@ class Stepper:
         if not self.live:
             return self._on_idle()
         began = time.perf_counter()
+        self._propose_drafts()
         plan = self.workspace.scheduler.plan()
         planned = time.perf_counter()
         self._counters.times.schedule += planned - began
         if plan is None:
             return False
         try:
-            output = self.workspace.runner.run(plan, self._wants_logits(plan))
+            output = self.workspace.runner.run(plan, wants_logits(plan, self.live))
             ran = time.perf_counter()
-            drawn = self._draw(plan, output)
+            outcomes = draw_tokens(plan, self.live, output, self._sampler)
         except Exception as error:
             self._on_failed_step(plan, error)
             return True
         self._last_step_failed = False
-        self._commit(plan, output, drawn)
+        self._commit(plan, output, outcomes)
+        self._deliver(outcomes)
         times = self._counters.times
         times.steps += 1
         times.forward += ran - planned
         times.sample += time.perf_counter() - ran
         return True
 
-    def _wants_logits(self, plan: Plan) -> bool:
-        """Whether any token of the step is more than the argmax of its logits."""
-        requests = (self.live[request_id] for _, request_id in _sampled_rows(plan))
-        return any(live.spec.steered or not live.row.is_argmax for live in requests)
-
-    def _draw(self, plan: Plan, output: StepOutput) -> tuple[list[LiveRequest], Drawn]:
-        """Draw the next token of every request that caught up, steered ones excepted."""
-        requests, rows = [], []
-        for logit_rows, request_id in _sampled_rows(plan):
+    def _propose_drafts(self) -> None:
+        """Let requests that speculate guess ahead, where one token is all they have left to compute."""
+        for request_id in self._speculating:
             live = self.live[request_id]
-            if not live.spec.steered:
-                requests.append(live)
-                rows.append(logit_rows[-1])
-        if output.logits is None:
-            return requests, Drawn.of_tokens(output.argmax[rows].tolist())
-        logits = output.logits if rows == list(range(len(output.logits))) else output.logits[rows]
-        return requests, self._sampler.draw(logits, [live.row for live in requests])
+            request = live.request
+            # The token that a full acceptance draws on top must fit too.
+            room = request.max_tokens - len(request.tokens) - 1
+            if request.num_uncomputed == 1 and request.draft_tokens == 0 and room > 0:
+                drafts = live.drafts.propose(request.tokens, room)
+                self.workspace.scheduler.append_drafts(request_id, drafts)
 
-    def _commit(self, plan: Plan, output: StepOutput, drawn: tuple[list[LiveRequest], Drawn]) -> None:
-        requests, draws = drawn
-        sampled: dict[int, int | None] = {request_id: None for _, request_id in _sampled_rows(plan)}
-        for live, token, error in zip(requests, draws.tokens, draws.errors, strict=True):
-            sampled[live.request.id] = token if error is None else None
-        self.workspace.scheduler.commit(plan, sampled)
+    def _commit(self, plan: Plan, output: StepOutput, outcomes: list[Outcome]) -> None:
+        sampled: dict[int, int | None] = {request_id: None for _, request_id in sampled_rows(plan)}
+        accepted = {}
+        for outcome in outcomes:
+            live = outcome.live
+            if outcome.tokens:
+                sampled[live.request.id] = outcome.tokens[-1]
+                accepted[live.request.id] = len(outcome.tokens) - 1
+            if live.request.draft_tokens:
+                live.drafts.learn(live.request.draft_tokens, accepted.get(live.request.id, 0))
+        self.workspace.scheduler.commit(plan, sampled, accepted)
         self.workspace.runner.commit(plan)
-        self._deliver(requests, draws)
-        for rows, request_id in _sampled_rows(plan):
-            live = self.live.get(request_id)
-            if live is not None and live.spec.steered:
+        for rows, request_id in sampled_rows(plan):
+            live = self.live[request_id]
+            if live.spec.steered:
                 live.handle.offer_logits(output.logits[rows.start : rows.stop].to(torch.float32, copy=True))
 
-    def _deliver(self, requests: list[LiveRequest], draws: Drawn) -> None:
-        stopped = self._stops.finished([(live.request.tokens, live.spec.stop) for live in requests])
-        for index, live in enumerate(requests):
-            if draws.errors[index] is not None:
-                self.end([live.handle], "error", draws.errors[index])
+    def _deliver(self, outcomes: list[Outcome]) -> None:
+        """Hand tokens to their callers, and end the requests that have ended."""
+        try:
+            ended = self._stops.finished([(one.live.request.tokens, one.live.spec.stop) for one in outcomes])
+        except Exception as error:
+            self.end([outcome.live.handle for outcome in outcomes], "error", error)
+            return
+        for outcome, has_ended in zip(outcomes, ended, strict=True):
+            live = outcome.live
+            if outcome.error is not None:
+                self.end([live.handle], "error", outcome.error)
                 continue
-            live.handle.push(
-                draws.tokens[index],
-                draws.scores[index] if live.spec.keep_scores else None,
-                draws.logits[index] if live.spec.keep_logits else None,
-            )
-            if stopped[index]:
+            for index, token in enumerate(outcome.tokens):
+                live.handle.push(
+                    token,
+                    outcome.scores[index] if live.spec.keep_scores else None,
+                    outcome.logits[index] if live.spec.keep_logits else None,
+                )
+            if has_ended:
                 self.end([live.handle], "length" if len(live.request.tokens) >= live.spec.max_tokens else "stop")
 
     def _on_failed_step(self, plan: Plan, error: Exception) -> None:
@@ -201,7 +201,7 @@ class Stepper:
         self.workspace.runner.abort(plan)
         self._counters.failed_steps += 1
         if self._last_step_failed:
-            failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in _sampled_rows(plan)}
+            failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in sampled_rows(plan)}
             self.end([self.live[request_id].handle for request_id in failed], "error", error)
         self._last_step_failed = not self._last_step_failed
 
@@ -287,7 +287,10 @@ class Stepper:
             sample_index=spec.sample_index,
             keep_scores=spec.keep_scores or spec.keep_logits,
         )
-        self.live[request.id] = LiveRequest(spec, handle, request, row)
+        drafts = PromptLookup(spec.lookup.num_tokens, spec.lookup.max_ngram) if spec.may_speculate else None
+        self.live[request.id] = LiveRequest(spec, handle, request, row, drafts)
+        if drafts is not None:
+            self._speculating.add(request.id)
 
     def live_model(self) -> PreTrainedModel:
         """The patched model, which the engine does not keep alive."""
@@ -295,13 +298,3 @@ class Stepper:
         if model is None:
             raise EngineReleasedError("the model of this engine is gone")
         return model
-
-
-def _sampled_rows(plan: Plan) -> Iterator[tuple[range, int]]:
-    """(rows of the step's logits, request id) of every request that catches up: a parent and its forks share rows."""
-    first = 0
-    for entry in plan.entries:
-        rows = range(first, first + entry.logits_for)
-        first = rows.stop
-        for request_id in entry.samples:
-            yield rows, request_id

@@ -1,0 +1,71 @@
+// Paged attention: new tokens of a step against the keys and values in the blocks of their requests.
+//
+// Arithmetic. Each row (a token and query head) is summed in an order that depends on token positions alone: splits of
+// kSplitTokens positions from position 0, each with a softmax over chunks of kChunkTokens (online softmax: Milakov and
+// Gimelshein 2018); then the splits are merged in ascending order (Flash-Decoding: Dao et al. 2023). How rows are
+// grouped into items, which thread runs them and what else is in the batch never changes a bit of a row's output.
+#pragma once
+#include "abi.h"
+#include "kv_cache.h"
+
+// Token t of a request at position p attends to positions [max(0, p - window + 1), p] of that request.
+// Strides are in elements; the last dimension is contiguous. Query and output have the dtype of the cache.
+struct HfpAttentionArgs {
+  const HfpBatch* batch;
+  const HfpCache* cache;
+  const void* query;   // [tokens, num_heads, key_dim]
+  void* output;        // [tokens, num_heads, value_dim]
+  const float* sinks;  // [num_heads], the logit of a column without a value; or null
+  int64_t query_token_stride;
+  int64_t query_head_stride;
+  int64_t output_token_stride;
+  int64_t output_head_stride;
+  int32_t num_heads;  // a multiple of cache->num_kv_heads: grouped-query attention
+  int32_t window;     // 0: all earlier tokens
+  float scale;
+  float softcap;  // 0: none; else scores become softcap * tanh(score / softcap)
+  int32_t num_threads;
+};
+HFP_API int hfp_attention(const HfpAttentionArgs* args);
+
+namespace hfp {
+
+constexpr int kChunkTokens = 256;
+constexpr int kSplitTokens = 2048;
+constexpr int kMaxItemRows = 48;
+constexpr int kMaxHeadDim = 512;
+
+// Splits of one item that are run as items of their own. The one that finishes last merges them all.
+struct SplitGroup {
+  float* partials;  // one partial result per split, partial_floats() each
+  int32_t first_split;
+  int32_t num_splits;
+  int32_t pending;  // splits not yet done; num_splits again after the merge, so that the plan can be run again
+};
+
+// A unit of work: some tokens of a request and some query heads that share a KV head, over a range of splits.
+struct AttentionItem {
+  int32_t request;
+  int32_t kv_head;
+  int32_t first_token;  // in the request's query
+  int32_t num_tokens;
+  int32_t first_head;
+  int32_t num_heads;
+  int32_t first_split;
+  int32_t num_splits;
+  int32_t group;  // index of its SplitGroup, or -1 if the item covers all splits that its rows see
+};
+
+// The items of one attention call (attention_plan.h, which is for baseline sources only).
+class AttentionPlan;
+
+// Runs one item of `plan`: any order, any thread, each item once. No OpenMP inside. All items of a layer must be done
+// before the next layer's begin. The arguments must have passed check_attention().
+void run_attention_item(AttentionPlan& plan, const HfpAttentionArgs& args, int index);
+
+// Length of the running result of `rows` rows: their maxima, their sums, their weighted values.
+static inline int64_t partial_floats(int rows, int value_dim) {
+  return int64_t(rows) * (2 + (value_dim + 15) / 16 * 16);
+}
+
+}  // namespace hfp

@@ -1,0 +1,267 @@
+// Runs the operations of a step program. Each thread does its share of one operation, then waits for the others.
+#include "ops_epilogue.h"
+#include "ops_norm.h"
+#include "ops_rotary.h"
+#include "ops_routing.h"
+#include "program_barrier.h"
+
+namespace hfp {
+namespace HFP_ISA {
+namespace {
+
+template <class T>
+T* row_of(const Buffer& buffer, int64_t row) {
+  return reinterpret_cast<T*>(buffer.data) + row * buffer.stride;
+}
+
+template <class T>
+OutputRows<T> output_rows(const Buffer& buffer, int width) {
+  return {reinterpret_cast<T*>(buffer.data), buffer.stride, width};
+}
+
+template <class T>
+void embed(const Run& run, const EmbedOp& op, Share share) {
+  int64_t tokens = run.step->tokens;
+  for (int64_t t = share.begin(tokens); t < share.end(tokens); t++) {
+    const T* source = static_cast<const T*>(op.table) + run.step->token_ids[t] * op.width;
+    T* out = row_of<T>(run.buffers[op.out], t);
+    Vec16 scale = splat16(op.scale);
+    for_each16(op.width, [&](int i, auto count) { store_upto16(out + i, load_upto16(source + i, count) * scale, count); });
+  }
+}
+
+// Row of `in` that row `row` of `out` is computed from: sampled rows are gathered from those of all tokens.
+int64_t source_row(const Run& run, int32_t in, int32_t out, int64_t row) {
+  bool gathers = run.buffers[in].rows == RowSet::kTokens && run.buffers[out].rows == RowSet::kSamples;
+  return gathers ? run.step->sample_rows[row] : row;
+}
+
+template <class T>
+void norm(const Run& run, const NormOp& op, Share share) {
+  int64_t items = run.rows(op.out) * op.groups;
+  for (int64_t item = share.begin(items); item < share.end(items); item++) {
+    int64_t row = item / op.groups, column = item % op.groups * op.width;
+    const T* x = row_of<T>(run.buffers[op.in], source_row(run, op.in, op.out, row)) + op.in_column + column;
+    T* y = row_of<T>(run.buffers[op.out], row) + op.out_column + column;
+    if (op.residual < 0) {
+      normalize_into(x, y, op.width, op.weights);
+      continue;
+    }
+    const T* residual = row_of<T>(run.buffers[op.residual], row) + column;
+    normalize(x, op.width, op.weights, [&](int i, auto count, Vec16 value) {
+      value = rounded16<T>(value);
+      if (op.multiplier != 1.f) value = rounded16<T>(value * splat16(op.multiplier));
+      store_upto16(y + i, load_upto16(residual + i, count) + value, count);
+    });
+  }
+}
+
+// What this thread reads first in the product that follows, to be fetched at the end of this one.
+const char* first_panel_of_next_product(const Run& run, int32_t op_index, Share share) {
+  for (int32_t i = op_index + 1; i < run.step->end_op; i++) {
+    const Op& op = run.ops[i];
+    if (op.kind != OpKind::kProduct && op.kind != OpKind::kHead) continue;
+    const PackedWeight& weight = op.kind == OpKind::kProduct ? op.product.weight : op.head.weight;
+    return weight.panel(share.begin(weight.panel_count()));
+  }
+  return nullptr;
+}
+
+template <class T>
+InputRows<T> input_rows(const Run& run, int32_t buffer) {
+  const Buffer& in = run.buffers[buffer];
+  return {reinterpret_cast<const T*>(in.data), in.stride, static_cast<int>(run.rows(buffer))};
+}
+
+template <class T>
+void product(const Run& run, const ProductOp& op, const char* next, Share share) {
+  InputRows<T> in = input_rows<T>(run, op.in);
+  OutputRows<T> out = output_rows<T>(run.buffers[op.out], op.out_width);
+  switch (op.epilogue) {
+    case Epilogue::kStore:
+      return multiply<T>(in, op.weight, share, next, StoreEpilogue<T>{op.weight, out, op.activation});
+    case Epilogue::kGated:
+      return multiply<T>(in, op.weight, share, next, GatedEpilogue<T>{op.weight, out, op.activation});
+    case Epilogue::kResidual: {
+      OutputRows<const T> other = {nullptr, 0, 0};
+      if (op.other >= 0) other = output_rows<const T>(run.buffers[op.other], op.out_width);
+      return multiply<T>(in, op.weight, share, next, ResidualEpilogue<T>{op.weight, out, op.multiplier, other});
+    }
+  }
+}
+
+// The bits of an element, as the cache stores them.
+template <class T>
+struct BitsOf;
+template <>
+struct BitsOf<float> {
+  using type = float;
+};
+template <>
+struct BitsOf<bf16> {
+  using type = uint16_t;
+};
+template <>
+struct BitsOf<fp16> {
+  using type = uint16_t;
+};
+
+template <class T>
+void store_key_and_value(const Step& step, const AttentionShape& shape, int64_t token, int kv_head, const T* key,
+                         const T* value) {
+  using Bits = typename BitsOf<T>::type;
+  int block_size = step.batch.block_size;
+  int64_t slot = step.batch.slots[token];
+  HfpCache cache = {};
+  cache.num_kv_heads = shape.kv_heads;
+  int within = static_cast<int>(slot % block_size), place = within % kTileTokens;
+  int64_t tile = tile_index(cache, block_size, slot / block_size, kv_head, within / kTileTokens) * kTileTokens;
+  write_key(static_cast<Bits*>(step.key_cache[shape.layer]) + tile * shape.key_dim, place,
+            reinterpret_cast<const Bits*>(key), shape.key_dim);
+  write_value(static_cast<Bits*>(step.value_cache[shape.layer]) + tile * shape.value_dim, place,
+              reinterpret_cast<const Bits*>(value), shape.value_dim);
+}
+
+template <class T>
+void rotate_and_store(const Run& run, const RotateAndStoreOp& op, Share share) {
+  const AttentionShape& shape = op.shape;
+  const Step& step = *run.step;
+  int heads = shape.heads + shape.kv_heads;
+  int64_t items = step.tokens * heads;
+  for (int64_t item = share.begin(items); item < share.end(items); item++) {
+    int64_t token = item / heads;
+    int head = static_cast<int>(item % heads), kv_head = head - shape.heads;
+    T* row = row_of<T>(run.buffers[op.qkv], token);
+    T* x = row + head * shape.key_dim;
+    const NormWeights& weights = kv_head < 0 ? op.query_norm : op.key_norm;
+    if (weights.gamma) normalize_into(x, x, shape.key_dim, weights);
+    if (op.style != RotaryStyle::kNone) rotate(x, run.tables[op.table], step.positions[token], op);
+    if (kv_head < 0) continue;
+    store_key_and_value(step, shape, token, kv_head, x, row + heads * shape.key_dim + kv_head * shape.value_dim);
+  }
+}
+
+void attend(AttentionWork& work) {
+  for (;;) {
+    int32_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
+    if (item >= work.items) return;
+    run_attention_item(*work.plan, work.args, item);
+  }
+}
+
+template <class T>
+void head(const Run& run, const HeadOp& op, Share share) {
+  int64_t samples = run.step->samples;
+  float* best = run.best_logit + share.index * samples;
+  int64_t* best_index = run.best_index + share.index * samples;
+  for (int64_t i = 0; i < samples; i++) {
+    best[i] = -__builtin_inff();
+    best_index[i] = 0;
+  }
+  multiply<T>(input_rows<T>(run, op.in), op.weight, share, nullptr,
+              HeadEpilogue<T>{op, best, best_index, run.step->logits});
+}
+
+template <class T>
+void route(const Run& run, const RouteOp& op, Share share) {
+  int64_t tokens = run.step->tokens;
+  for (int64_t t = share.begin(tokens); t < share.end(tokens); t++) {
+    int64_t first = t * op.chosen;
+    route_row(row_of<T>(run.buffers[op.logits], t), op, run.routing.experts + first, run.routing.weights + first);
+  }
+}
+
+template <class T>
+void gather_pairs(const Run& run, const GatherPairsOp& op, Share share) {
+  int64_t pairs = run.step->tokens * op.chosen;
+  for (int64_t i = share.begin(pairs); i < share.end(pairs); i++) {
+    const T* source = row_of<T>(run.buffers[op.in], run.routing.token[i]);
+    std::memcpy(row_of<T>(run.buffers[op.out], i), source, sizeof(T) * op.width);
+  }
+}
+
+template <class T>
+void one_expert(const Run& run, const ExpertsOp& op, int expert, int64_t begin, int64_t end) {
+  const PackedWeight& weight = op.weights[expert];
+  int32_t first = run.routing.first_pair[expert], rows = run.routing.first_pair[expert + 1] - first;
+  const Buffer &in_buffer = run.buffers[op.in], &out_buffer = run.buffers[op.out];
+  InputRows<T> in = {row_of<T>(in_buffer, first), in_buffer.stride, rows};
+  OutputRows<T> out = {row_of<T>(out_buffer, first), out_buffer.stride, op.out_width};
+  if (op.epilogue == Epilogue::kGated)
+    multiply<T>(in, weight, begin, end, nullptr, GatedEpilogue<T>{weight, out, op.activation});
+  else
+    multiply<T>(in, weight, begin, end, nullptr, WeightedEpilogue<T>{weight, out, run.routing.pair_weight + first});
+}
+
+// The units of all experts' products are one range, of which each thread takes its share.
+template <class T>
+void experts(const Run& run, const ExpertsOp& op, Share share) {
+  auto units_of_expert = [&](int e) {
+    int rows = run.routing.first_pair[e + 1] - run.routing.first_pair[e];
+    return rows ? units_of<T>(rows, op.weights[e]).count : 0;
+  };
+  int64_t total = 0;
+  for (int e = 0; e < op.experts; e++) total += units_of_expert(e);
+  int64_t begin = share.begin(total), end = share.end(total), first = 0;
+  for (int e = 0; e < op.experts && first < end; e++) {
+    int64_t units = units_of_expert(e);
+    int64_t from = begin > first ? begin - first : 0, to = end - first < units ? end - first : units;
+    if (from < to) one_expert<T>(run, op, e, from, to);
+    first += units;
+  }
+}
+
+template <class T>
+void combine(const Run& run, const CombineOp& op, Share share) {
+  int64_t tokens = run.step->tokens;
+  for (int64_t t = share.begin(tokens); t < share.end(tokens); t++) {
+    T* out = row_of<T>(run.buffers[op.out], t);
+    for_each16(op.width, [&](int i, auto count) {
+      Vec16 sum = zero16();
+      for (int c = 0; c < op.chosen; c++) {
+        const T* pair = row_of<T>(run.buffers[op.in], run.routing.place[t * op.chosen + c]);
+        sum = rounded16<T>(sum + load_upto16(pair + i, count));
+      }
+      if (op.residual >= 0) {
+        if (op.multiplier != 1.f) sum = rounded16<T>(sum * splat16(op.multiplier));
+        sum = load_upto16(row_of<T>(run.buffers[op.residual], t) + i, count) + sum;
+      }
+      store_upto16(out + i, sum, count);
+    });
+  }
+}
+
+template <class T>
+void run_op(const Run& run, int32_t index, Share share) {
+  const Op& op = run.ops[index];
+  switch (op.kind) {
+    case OpKind::kEmbed: return embed<T>(run, op.embed, share);
+    case OpKind::kNorm: return norm<T>(run, op.norm, share);
+    case OpKind::kProduct:
+      return product<T>(run, op.product, first_panel_of_next_product(run, index, share), share);
+    case OpKind::kRotateAndStore: return rotate_and_store<T>(run, op.rotate, share);
+    case OpKind::kAttention: return attend(run.attention[index]);
+    case OpKind::kHead: return head<T>(run, op.head, share);
+    case OpKind::kRoute: return route<T>(run, op.route, share);
+    case OpKind::kOrderPairs:
+      if (share.index == 0) order_pairs(run.routing, op.order, run.step->tokens);
+      return;
+    case OpKind::kGatherPairs: return gather_pairs<T>(run, op.gather, share);
+    case OpKind::kExperts: return experts<T>(run, op.experts, share);
+    case OpKind::kCombine: return combine<T>(run, op.combine, share);
+  }
+}
+
+}  // namespace
+
+void run_share(const Run& run, Share share) {
+  for (int32_t index = run.step->first_op; index < run.step->end_op; index++) {
+    if (run.type == HFP_FP32) run_op<float>(run, index, share);
+    else if (run.type == HFP_BF16) run_op<bf16>(run, index, share);
+    else run_op<fp16>(run, index, share);
+    wait_for_all(run.barrier);
+  }
+}
+
+}  // namespace HFP_ISA
+}  // namespace hfp

@@ -1,0 +1,111 @@
+"""From the logits of a step to the tokens of its requests, drafts included.
+
+A request with k draft tokens has k + 1 rows of logits, one behind each. Each row draws its token with the noise of its
+own position, as a step without drafts would have; the drafts stand as far as they are what was drawn. So neither the
+text nor its distribution depends on speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from hfpaged.core.plan import Plan
+from hfpaged.core.request import Request
+from hfpaged.runtime.handle import GenerationHandle
+from hfpaged.runtime.request_spec import RequestSpec
+from hfpaged.runtime.tiers import StepOutput
+from hfpaged.sampling.sampler import Drawn, Sampler, SampleRow
+from hfpaged.speculation.prompt_lookup import PromptLookup
+
+
+@dataclass
+class LiveRequest:
+    """A request that has not ended, with its caller's handle.
+
+    Attributes:
+        row: how its next token is drawn.
+        drafts: guesses tokens ahead; None: it does not speculate.
+    """
+
+    spec: RequestSpec
+    handle: GenerationHandle
+    request: Request
+    row: SampleRow
+    drafts: PromptLookup | None = None
+
+
+@dataclass
+class Outcome:
+    """What a step brought one request.
+
+    Attributes:
+        tokens: the tokens it gets: its accepted drafts, then one more. Empty with an error.
+        scores, logits: of each token, as in `Drawn`.
+        error: why nothing could be drawn.
+    """
+
+    live: LiveRequest
+    tokens: list[int]
+    scores: list[torch.Tensor | None] = field(default_factory=list)
+    logits: list[torch.Tensor | None] = field(default_factory=list)
+    error: Exception | None = None
+
+
+def sampled_rows(plan: Plan) -> Iterator[tuple[range, int]]:
+    """(rows of the step's logits, request id) of every request that catches up: a parent and its forks share rows."""
+    first = 0
+    for entry in plan.entries:
+        rows = range(first, first + entry.logits_for)
+        first = rows.stop
+        for request_id in entry.samples:
+            yield rows, request_id
+
+
+def wants_logits(plan: Plan, live: Mapping[int, LiveRequest]) -> bool:
+    """Whether any token of the step is more than the argmax of its logits."""
+    requests = (live[request_id] for _, request_id in sampled_rows(plan))
+    return any(request.spec.steered or not request.row.is_argmax for request in requests)
+
+
+def draw_tokens(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput, sampler: Sampler) -> list[Outcome]:
+    """Draw for every request that caught up, steered ones excepted."""
+    requests = [(live[request_id], rows) for rows, request_id in sampled_rows(plan)]
+    requests = [(one, rows) for one, rows in requests if not one.spec.steered]
+    indices = [row for _, rows in requests for row in rows]
+    if output.logits is None:
+        drawn = Drawn.of_tokens(output.argmax[indices].tolist())
+    else:
+        logits = output.logits if indices == list(range(len(output.logits))) else output.logits[indices]
+        drawn = sampler.draw(logits, [row for one, rows in requests for row in _sample_rows(one, len(rows))])
+    outcomes, first = [], 0
+    for one, rows in requests:
+        outcomes.append(_outcome(one, drawn, range(first, first + len(rows))))
+        first += len(rows)
+    return outcomes
+
+
+def _sample_rows(live: LiveRequest, count: int) -> Iterable[SampleRow]:
+    if count == 1:
+        return (live.row,)
+    # Only the number of tokens matters to rows that may speculate, and a range has one without a copy of the text.
+    known = len(live.request.tokens)
+    return (replace(live.row, tokens=range(length)) for length in range(known - count + 1, known + 1))
+
+
+def _outcome(live: LiveRequest, drawn: Drawn, places: range) -> Outcome:
+    known = len(live.request.tokens) - len(places) + 1
+    drafts = live.request.tokens[known:]
+    tokens: list[int] = []
+    for place, draft in zip(places, [*drafts, None], strict=True):
+        if drawn.errors[place] is not None:
+            # Earlier draws stand; the row that failed will fail again as the first of the next step.
+            return Outcome(live, tokens, error=None if tokens else drawn.errors[place])
+        tokens.append(drawn.tokens[place])
+        length = known + len(tokens)
+        if drawn.tokens[place] != draft or live.spec.stop.ends_with(length, tokens[-1]):
+            break
+    kept = slice(places.start, places.start + len(tokens))
+    return Outcome(live, tokens, drawn.scores[kept], drawn.logits[kept])

@@ -1,0 +1,1 @@
+"""Turning logits into tokens: compiled logits processors, seeded sampling, stopping rules."""

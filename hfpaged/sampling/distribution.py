@@ -1,0 +1,48 @@
+"""Drawing from processed scores with given uniform numbers."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+# Rows are taken a few at a time so that the float64 copies stay in the cache on a CPU and small on a GPU.
+_CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
+
+
+def inverse_cdf(scores: Tensor, uniforms: npt.NDArray[np.float64]) -> list[int]:
+    """Draw one index a row by inverting the cumulative distribution in index order.
+
+    With p = exp(score - highest score) and its cumulative sums c in float64, the index is the first with
+    c > uniform * c[-1]. An excluded entry (-inf) is never drawn, and removing it would not change the others' sums.
+
+    Args:
+        scores: float32[N, W].
+        uniforms: float64[N] in [0, 1).
+
+    Returns:
+        The indices; -1 for a row with NaN or +inf, or with nothing but -inf.
+    """
+    indices: list[int] = []
+    rows = max(1, _CHUNK_ELEMENTS.get(scores.device.type, 1 << 18) // scores.shape[1])
+    for part, numbers in zip(scores.split(rows), torch.from_numpy(uniforms).split(rows), strict=True):
+        cumulative = (part.double() - part.amax(dim=1, keepdim=True)).exp_().cumsum(dim=1)
+        totals = cumulative[:, -1:]
+        chosen = torch.searchsorted(cumulative, numbers.to(part.device).unsqueeze(1) * totals, right=True)
+        indices += chosen.where(totals.isfinite(), -1)[:, 0].tolist()
+    return indices
+
+
+def first_maximum(scores: Tensor) -> list[int]:
+    """Index of the first highest entry of each row, as `torch.argmax` on the float32 scores of stock.
+
+    Args:
+        scores: [N, V] of any floating dtype, on any device.
+    """
+    if scores.device.type == "cpu":
+        # NumPy's argmax uses SIMD and PyTorch's does not: 10 to 20 times faster, even after a conversion from bfloat16.
+        return scores.to(torch.float32).numpy().argmax(axis=1).tolist()
+    if scores.dtype == torch.float64:
+        scores = scores.to(torch.float32)
+    return scores.argmax(dim=1).tolist()

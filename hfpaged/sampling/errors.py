@@ -1,0 +1,12 @@
+"""The error a row gets when its scores are no distribution."""
+
+from __future__ import annotations
+
+from hfpaged.errors import HfpagedError
+
+
+class InvalidScoresError(HfpagedError, RuntimeError):
+    """The processed scores of a sampled row contain NaN or +inf, or every token is excluded.
+
+    A RuntimeError too, because that is what `torch.multinomial` raises for such a row in stock `generate`.
+    """

@@ -1,0 +1,1 @@
+"""Guessing several tokens ahead, to be verified together in one step."""
