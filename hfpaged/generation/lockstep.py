@@ -9,7 +9,7 @@ share the engine's steps with everybody else, and user code may block, raise or 
 from __future__ import annotations
 
 import torch
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hfpaged.compat import decoder_only_output
@@ -25,6 +25,7 @@ class LockstepLoop:
     """Runs one call to its end.
 
     Args:
+        model: the patched model.
         specs: the call's rows, steered.
         row_lists: for each row the list that Transformers builds for it alone; entries that see the whole batch are
             taken from the call's own list instead.
@@ -32,12 +33,13 @@ class LockstepLoop:
 
     def __init__(
         self,
-        engine: EngineCore,
+        model: PreTrainedModel,
         call: GenerateCall,
         specs: list[RequestSpec],
         row_lists: list[LogitsProcessorList],
     ):
-        self._engine = engine
+        self._model = model
+        self._engine: EngineCore = model._hfpaged
         self._call = call
         self._specs = specs
         self._row_lists = row_lists
@@ -60,7 +62,8 @@ class LockstepLoop:
         if self._call.streamer is not None:
             self._call.streamer.end()
         if self._call.config.return_dict_in_generate:
-            return decoder_only_output(self._ids, self._scores, self._logits)
+            cache = returned_cache(self._model, self._ids, self._call.attention_mask)
+            return decoder_only_output(self._ids, self._scores, self._logits, cache)
         return self._ids
 
     def _one_step(self, handles: list[GenerationHandle]) -> None:

@@ -132,7 +132,7 @@ class PagedGenerationMixin:
         if _needs_lockstep(call):
             specs = row_specs(self, call, self._row_logits_processor, steered=True)
             row_lists = [row_processors(call, spec.prompt, self._row_logits_processor) for spec in specs]
-            return LockstepLoop(self._hfpaged, call, specs, row_lists).run()
+            return LockstepLoop(self, call, specs, row_lists).run()
         handles = self._hfpaged.submit_specs(row_specs(self, call, self._row_logits_processor, lookup=lookup))
         try:
             if call.options.scope is not None:
@@ -143,7 +143,7 @@ class PagedGenerationMixin:
                 handle.result()
         finally:
             self._hfpaged.cancel(handles)
-        return generate_output(call, handles)
+        return generate_output(self, call, handles)
 
     def __reduce_ex__(self, protocol: int) -> Any:
         """Copies and pickles are of the unpatched model: an engine belongs to one live instance."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hfpaged.compat import decoder_only_output
 from hfpaged.generation.call import GenerateCall
+from hfpaged.generation.returned_cache import returned_cache
 from hfpaged.runtime.handle import GenerationHandle
 
 
@@ -23,7 +25,7 @@ def padded_sequences(call: GenerateCall, handles: Sequence[GenerationHandle]) ->
 
 
 def generate_output(
-    call: GenerateCall, handles: Sequence[GenerationHandle]
+    model: PreTrainedModel, call: GenerateCall, handles: Sequence[GenerationHandle]
 ) -> torch.LongTensor | GenerateDecoderOnlyOutput:
     """The ids, or with `return_dict_in_generate` the output object with scores and logits if asked for."""
     sequences = padded_sequences(call, handles)
@@ -31,7 +33,7 @@ def generate_output(
         return sequences
     scores = _by_step(call, [handle.scores for handle in handles]) if call.keeps_scores else None
     logits = _by_step(call, [handle.logits for handle in handles]) if call.keeps_logits else None
-    return decoder_only_output(sequences, scores, logits)
+    return decoder_only_output(sequences, scores, logits, returned_cache(model, sequences, call.attention_mask))
 
 
 def pad_token(call: GenerateCall) -> int:

@@ -12,6 +12,7 @@ from transformers import GenerationMixin, PreTrainedModel
 
 from hfpaged.compat import is_capture_hook, is_user_cache
 from hfpaged.generation.call import GenerateCall
+from hfpaged.generation.returned_cache import ReturnedCache
 from hfpaged.generation.rows import mask_is_left_padding, require_no_empty_row
 
 # Keywords that `generate` prepares for every decoder and that the engine makes for itself.
@@ -62,7 +63,7 @@ def loop_reason(model: PreTrainedModel, call: GenerateCall, arguments: dict[str,
 def _inputs_reason(call: GenerateCall, cache: object | None) -> str | None:
     if call.synced_gpus:
         return "synced_gpus"
-    if cache is not None and is_user_cache(cache):
+    if cache is not None and is_user_cache(cache) and not _is_returned_prefix(cache, call):
         return "user cache"
     unknown = sorted(
         name for name, value in call.model_kwargs.items() if value is not None and name not in KNOWN_MODEL_KWARGS
@@ -76,6 +77,10 @@ def _inputs_reason(call: GenerateCall, cache: object | None) -> str | None:
     if not _positions_are_plain(call):
         return "position_ids"
     return None
+
+
+def _is_returned_prefix(cache: object, call: GenerateCall) -> bool:
+    return isinstance(cache, ReturnedCache) and cache.is_prefix_of(call.input_ids, call.attention_mask)
 
 
 def _config_reason(call: GenerateCall, cache: object | None) -> str | None:
