@@ -36,19 +36,11 @@ def patch(model: Any, **options: Any) -> Any:
     """
     config = EngineConfig.from_options(options)
     existing = _engine_of(model)
-    if existing is not None:
-        if existing.config != config:
-            raise AlreadyPatchedError("this model is patched with other options; call unpatch() first")
-        return model
-    target = unwrap(model)
-    reasons = support(target)
-    if reasons:
-        raise UnsupportedModelError(reasons)
-    original_class = type(target)
-    engine = Engine(target, original_class, config)
-    target.__class__ = _patched_class(original_class)
-    target.__dict__[STATE_ATTRIBUTE] = engine
-    if isinstance(model, TextGenerationPipeline):
+    if existing is None:
+        _put_engine_under(unwrap(model), config)
+    elif existing.config != config:
+        raise AlreadyPatchedError("this model is patched with other options; call unpatch() first")
+    if isinstance(model, TextGenerationPipeline) and not hasattr(type(model), "_hfpaged_original_class"):
         # Integrations stand above this module; importing them only for a pipeline keeps imports one way.
         from hfpaged.integrations.pipeline import paged_pipeline_class
 
@@ -101,6 +93,16 @@ def engine(model: Any) -> Engine:
 def weights_changed(model: Any) -> None:
     """Tell the engine that weights changed; needed only after `patch(model, weights="frozen")`."""
     engine(model).weights_changed()
+
+
+def _put_engine_under(model: Any, config: EngineConfig) -> None:
+    reasons = support(model)
+    if reasons:
+        raise UnsupportedModelError(reasons)
+    original_class = type(model)
+    engine = Engine(model, original_class, config)
+    model.__class__ = _patched_class(original_class)
+    model.__dict__[STATE_ATTRIBUTE] = engine
 
 
 def _engine_of(model: Any) -> Engine | None:

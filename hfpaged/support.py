@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
+from hfpaged.runtime.module_state import has_own
 from hfpaged.unwrap import unwrap
 
 # Layer kinds of `config.layer_types` whose state is plain keys and values, seen through a causal or windowed mask.
@@ -58,9 +59,9 @@ def _architecture(model: PreTrainedModel) -> Iterator[str]:
 
 def _instance(model: PreTrainedModel) -> Iterator[str]:
     for name, module in model.named_modules():
-        shadowed = [method for method in ("forward", "generate") if method in vars(module)]
-        if shadowed:
-            yield f"{shadowed[0]} of {name or 'the model'} was replaced on the instance"
+        replaced = [method for method in ("forward", "generate") if has_own(module, method)]
+        if replaced:
+            yield f"{replaced[0]} of {name or 'the model'} was replaced on the instance"
             break
 
 

@@ -45,7 +45,8 @@ class HostBlockStore(BlockStore):
     @property
     def num_blocks(self) -> int:
         """Blocks kept now."""
-        return sum(count for count, _ in self._content.values())
+        # The statistics are read from other threads: a list is made in one go, a generator is not.
+        return sum(count for count, _ in list(self._content.values()))
 
     def can_store(self, num_blocks: int) -> bool:
         return self.num_blocks + num_blocks <= self.capacity

@@ -19,6 +19,7 @@ _BOOKKEEPING = frozenset(
     {
         "generation_config", "gradient_checkpointing", "_gradient_checkpointing_func", "_require_grads_hook",
         "_require_grads_hooks", "_previous_max_cache_length", "_last_compile_config", "_compiled_call", "_cache",
+        "_output_capturing_hooks_installed",
     }
 )  # fmt: skip
 _IGNORED = _MODULE_INTERNALS | _BOOKKEEPING

@@ -104,4 +104,8 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        # Inference tensors keep no count, nor do parameters that were made as one.
+        return None

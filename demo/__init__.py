@@ -1,0 +1,1 @@
+"""Demonstrations of hfpaged. Installed as `hfpaged.demo`."""

@@ -1,0 +1,1 @@
+"""The `hfpaged` command: one module per subcommand."""

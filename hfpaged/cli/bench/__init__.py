@@ -1,0 +1,1 @@
+"""`hfpaged bench`: engines over one workload, in turn."""

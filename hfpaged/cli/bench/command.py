@@ -1,0 +1,100 @@
+"""Time the engine beside Transformers' own ways to generate, in one process on one loaded model.
+
+The engines take turns (A B C, A B C, ...) and the table shows medians. Every request is greedy and ignores
+end-of-sequence, so all engines generate the same number of tokens, which is checked. Each turn starts with an empty
+prefix cache.
+
+kinds of workload:
+  mixed   prompts of 16 to 256 words, 8 to 128 new tokens
+  decode  prompts of 12 words, 128 new tokens
+  prefix  one document of 1,000 words and different questions, 32 new tokens
+  single  one request of 64 prompt tokens and 128 new ones
+  long    prompts of 2,000 to 6,000 words, 64 new tokens
+
+A workload file is a JSON list of {"prompt_token_ids": [...], "max_new_tokens": n}.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+from transformers import PreTrainedTokenizerBase
+
+from hfpaged.cli.arguments import add_model_options, positive_int
+from hfpaged.cli.bench.cpu_meter import DISTURBED_CORES
+from hfpaged.cli.bench.engines import ENGINES
+from hfpaged.cli.bench.measure import Measurement, measure
+from hfpaged.cli.bench.report import Setting, json_lines, table, write_json
+from hfpaged.cli.bench.workload import KINDS, BenchRequest, make_workload, read_workload
+from hfpaged.cli.loading import load, set_threads
+
+NAME = "bench"
+SUMMARY = "time the engine beside Transformers' own ways to generate"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_options(parser, default_dtype="bfloat16")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--workload", type=Path, metavar="FILE.json", help="run the requests in this file")
+    source.add_argument("--kind", choices=tuple(KINDS), help="make a workload")
+    parser.add_argument(
+        "--requests", type=positive_int, default=64, metavar="N", help="with --kind (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="with --kind (default: %(default)s)")
+    parser.add_argument(
+        "--engines",
+        type=engine_names,
+        default=tuple(ENGINES),
+        metavar="A,B",
+        help=f"in their order (default: {','.join(ENGINES)})",
+    )
+    parser.add_argument("--repeat", type=positive_int, default=3, metavar="N", help="turns (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="also write one JSON line for each engine here")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0; an engine that fails raises."""
+    # Transformers warns at every request about the end-of-sequence id that never comes, which is meant here.
+    transformers.logging.set_verbosity_error()
+    threads = set_threads(args.threads)
+    model, tokenizer, label = load(args.model, args.dtype)
+    work = requests(args, tokenizer)
+    engines = [ENGINES[name](model) for name in args.engines]
+    measurements = measure(engines, work, args.repeat, progress=lambda line: print(line, file=sys.stderr))
+    setting = Setting.of(work, label, args.dtype, threads)
+    if args.json is not None:
+        write_json(args.json, json_lines(setting, measurements))
+    print(table(setting, measurements))
+    warn_if_disturbed(measurements)
+    return 0
+
+
+def engine_names(text: str) -> tuple[str, ...]:
+    """An argparse type: a comma-separated list of ENGINES."""
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in ENGINES]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown engine {unknown[0]!r}; known: {', '.join(ENGINES)}")
+    return names
+
+
+def requests(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[BenchRequest]:
+    """The workload that the arguments name."""
+    if args.workload is not None:
+        return read_workload(args.workload)
+    return make_workload(args.kind, lambda text: tokenizer(text)["input_ids"], args.requests, args.seed)
+
+
+def warn_if_disturbed(measurements: Sequence[Measurement]) -> None:
+    """Say on stderr which engines' times another process may have spoilt."""
+    disturbed = [measurement.engine for measurement in measurements if measurement.disturbed]
+    if disturbed:
+        print(
+            f"hfpaged: warning: other processes took more than {DISTURBED_CORES} cores while {', '.join(disturbed)} "
+            "ran; repeat on an idle machine before quoting these times",
+            file=sys.stderr,
+        )

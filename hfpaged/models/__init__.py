@@ -1,0 +1,1 @@
+"""Where the default model comes from."""

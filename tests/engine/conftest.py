@@ -1,0 +1,45 @@
+"""A patched tiny model and its engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import pytest
+from engine.hooks import at_rest
+from families import build_tiny
+from quiet import small_and_quiet
+from transformers import PreTrainedModel
+
+import hfpaged
+from hfpaged.generation.engine import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quiet() -> Iterator[None]:
+    with small_and_quiet():
+        yield
+
+
+class Patched(NamedTuple):
+    """A patched model and its engine."""
+
+    model: PreTrainedModel
+    engine: Engine
+
+
+@pytest.fixture
+def patched() -> Iterator[Callable[..., Patched]]:
+    """`patched(family="llama", config={}, **options)`: a new model, patched with these options; checked at the end."""
+    models = []
+
+    def build(family: str = "llama", config: dict | None = None, **options) -> Patched:
+        model = build_tiny(family, **(config or {}))
+        model.patch(**options)
+        models.append(model)
+        return Patched(model, hfpaged.engine(model))
+
+    yield build
+    for model in models:
+        assert at_rest(hfpaged.engine(model))
+        model.unpatch()

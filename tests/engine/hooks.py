@@ -1,0 +1,67 @@
+"""Looking at an engine while it steps."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hfpaged.generation.engine import Engine
+
+WAIT_SECONDS = 30
+
+
+@contextlib.contextmanager
+def after_each_step(engine: Engine, look: Callable[[], Any]) -> Iterator[list]:
+    """Call `look` on the stepping thread after every step. Yields the list of its results; its errors are raised."""
+    results: list = []
+    errors: list[Exception] = []
+    step = engine._driver._step
+
+    def stepped() -> bool:
+        more = step()
+        if more and not errors:
+            try:
+                results.append(look())
+            except Exception as error:
+                errors.append(error)
+        return more
+
+    engine._driver._step = stepped
+    try:
+        yield results
+    finally:
+        engine._driver._step = step
+    if errors:
+        raise errors[0]
+
+
+@contextlib.contextmanager
+def runs(engine: Engine, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Have `replacement(run, plan, ...)` run the plans instead of the runner's own `run`."""
+    runner = engine._stepper.workspace.runner
+    run = runner.run
+    runner.run = lambda *args: replacement(run, *args)
+    try:
+        yield
+    finally:
+        del runner.run
+
+
+def used_blocks(engine: Engine) -> int:
+    """Blocks that some request holds."""
+    stats = engine.stats()
+    return stats["blocks_total"] - stats["blocks_free"]
+
+
+def at_rest(engine: Engine) -> bool:
+    """Whether the engine comes to hold nothing, with its books in order."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline:
+        engine.check()
+        stats = engine.stats()
+        if stats["running"] == stats["waiting"] == stats["blocks_swapped"] == used_blocks(engine) == 0:
+            return True
+        time.sleep(0.005)
+    return False
