@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values")
 ATTENTION_NAME = "hfpaged"
+INPUT_GRADIENT_HOOKS = ("make_inputs_require_grads", "make_inputs_require_grad")
 
 
 @lru_cache(maxsize=1)
@@ -46,9 +47,13 @@ def causal_output(logits: Any, cache: Any) -> CausalLMOutputWithPast:
 
 
 def is_capture_hook(hook: Any) -> bool:
-    """Whether a forward hook is one that Transformers installs itself to collect hidden states and attentions.
+    """Whether a forward hook is one that libraries install themselves, and that changes no number.
 
-    Such hooks stay on the modules after the first call that asked for them and do nothing unless asked again.
+    Those that collect hidden states and attentions stay on the modules after the first call that asked for them; those
+    that make the embeddings' output require a gradient come with gradient checkpointing.
     """
     function = getattr(hook, "func", hook)
-    return getattr(function, "__module__", "").startswith("transformers.utils.")
+    module = getattr(function, "__module__", None) or ""
+    if getattr(function, "__name__", "") in INPUT_GRADIENT_HOOKS:
+        return module.startswith(("transformers.", "peft."))
+    return module.startswith("transformers.utils.")
