@@ -70,7 +70,7 @@ def _postprocessed(pipe: TextGenerationPipeline, outputs: Iterator[Any], params:
 
 
 def _ordered(generate: Any, prompts: Iterator[Any], look_ahead: int, scope: CancelScope) -> Iterator[Any]:
-    """Results of `generate` for each prompt, in order, with at most `look_ahead` prompts read beyond the last result."""
+    """Results in the order of the prompts, of which at most `look_ahead` are read beyond the last result."""
     in_flight: deque[Future] = deque()
     with ThreadPoolExecutor(look_ahead, thread_name_prefix="hfpaged-pipeline") as pool:
         try:

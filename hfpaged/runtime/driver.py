@@ -19,12 +19,20 @@ class Driver:
     Args:
         step: does one step; returns False when there is nothing to do until the next command.
         has_live_requests: whether a fork now would lose requests.
+        on_error: told of what escapes from a step or command, which is always a bug; must leave nobody waiting.
         idle_seconds: how long the thread waits for a command before it ends.
     """
 
-    def __init__(self, step: Callable[[], bool], has_live_requests: Callable[[], bool], idle_seconds: float = 1.0):
+    def __init__(
+        self,
+        step: Callable[[], bool],
+        has_live_requests: Callable[[], bool],
+        on_error: Callable[[BaseException], None] = lambda error: None,
+        idle_seconds: float = 1.0,
+    ):
         self._step = step
         self._has_live_requests = has_live_requests
+        self._on_error = on_error
         self._idle_seconds = idle_seconds
         self._reset()
 
@@ -82,12 +90,12 @@ class Driver:
                 self._guarded(command)
             busy = bool(self._guarded(self._step))
 
-    @staticmethod
-    def _guarded(function: Callable[[], Any]) -> Any:
+    def _guarded(self, function: Callable[[], Any]) -> Any:
         try:
             return function()
-        except BaseException:  # a stepping thread that dies leaves every caller waiting for ever
+        except BaseException as error:  # a stepping thread that dies leaves every caller waiting for ever
             logger.exception("hfpaged: an error escaped from the stepping thread; this is a bug")
+            self._on_error(error)
             return False
 
 

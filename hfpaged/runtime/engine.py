@@ -15,7 +15,6 @@ from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.stats import EngineCounters, engine_stats
 from hfpaged.runtime.stepper import Stepper
-from hfpaged.runtime.view import EngineView
 
 
 class EngineCore:
@@ -27,9 +26,10 @@ class EngineCore:
     def __init__(self, model: PreTrainedModel, original_class: type[PreTrainedModel], config: EngineConfig):
         self.config = config
         self.counters = EngineCounters()
-        self._stepper = Stepper(model, EngineView(model, original_class), config, self.counters)
         self._ids = itertools.count()
-        self._driver = Driver(self._stepper.step, has_live_requests=lambda: bool(self._stepper.live))
+        # Named, so that no function of the driver refers to this object: the model would wait for the collector.
+        self._stepper = stepper = Stepper(model, original_class, config, self.counters)
+        self._driver = Driver(stepper.step, lambda: bool(stepper.live), on_error=stepper.give_up)
 
     def submit_specs(self, specs: Sequence[RequestSpec]) -> list[GenerationHandle]:
         """Queue the rows of one call together and return their handles in order.
@@ -99,7 +99,7 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters by name. Cheap; consistent with each other only while nothing runs."""
-        return engine_stats(self.counters, self._stepper.workspace)
+        return engine_stats(self.counters, list(self._stepper.workspaces))
 
     def _require_fits(self, specs: Sequence[RequestSpec]) -> None:
         workspace = self._stepper.workspace

@@ -22,7 +22,7 @@ _BOOKKEEPING = frozenset(
         "_output_capturing_hooks_installed",
     }
 )  # fmt: skip
-_IGNORED = _MODULE_INTERNALS | _BOOKKEEPING
+_MISSING = object()
 _SCALARS = (bool, int, float, complex, str, bytes)
 
 
@@ -33,12 +33,12 @@ def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def walk_modules(module: nn.Module) -> Iterator[nn.Module]:
+def walk_modules(module: nn.Module) -> list[nn.Module]:
     """All modules of the tree, a shared one as often as it is reached: cheaper than `modules()`."""
-    yield module
-    for child in module._modules.values():
-        if child is not None:
-            yield from walk_modules(child)
+    found = [module]
+    for one in found:
+        found += [child for child in one._modules.values() if child is not None]
+    return found
 
 
 def has_own(module: nn.Module, method: str) -> bool:
@@ -67,16 +67,19 @@ class ModuleState:
 
     def describes(self, module: nn.Module) -> bool:
         """Whether this is the module, with attributes that are the same objects, equal scalars or equal containers."""
-        if self._module() is not module or _unpatched_class(module) is not self._class:
+        if self._module() is not module:
+            return False
+        if type(module) is not self._class and _unpatched_class(module) is not self._class:
             return False
         now = vars(module)
         for name, then in self._attributes.items():
-            if name not in now or not is_same(now[name], then):
+            value = now.get(name, _MISSING)
+            if value is not then and not is_same(value, then):
                 return False
         return len(now) == self._size or self._has_no_new(module)
 
     def _has_no_new(self, module: nn.Module) -> bool:
-        return all(name in self._attributes or name in _IGNORED for name, _ in plain_attributes(module))
+        return all(name in self._attributes or name in _BOOKKEEPING for name, _ in plain_attributes(module))
 
 
 def _unpatched_class(module: nn.Module) -> type[nn.Module]:

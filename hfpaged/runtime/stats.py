@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hfpaged.core.scheduler import SchedulerCounters
@@ -36,13 +37,15 @@ class EngineCounters:
     failed_steps: int = 0
 
 
-def engine_stats(counters: EngineCounters, workspace: Workspace | None) -> dict[str, Any]:
+def engine_stats(counters: EngineCounters, workspaces: Sequence[Workspace]) -> dict[str, Any]:
     """Gauges and counters by name, see README. Totals go on over a release; gauges are 0 without a workspace."""
-    times = counters.times
-    books = asdict(SchedulerCounters() if workspace is None else workspace.scheduler.counters)
+    times, books = counters.times, Counter(counters.books)
+    for workspace in workspaces:
+        books.update(asdict(workspace.scheduler.counters))
     return {
-        **_gauges(workspace),
-        **{name: value + counters.books[name] for name, value in books.items()},
+        **_description(workspaces[-1] if workspaces else None),
+        **_gauges(workspaces),
+        **{field.name: books[field.name] for field in fields(SchedulerCounters)},
         "steps": times.steps,
         "failed_steps": counters.failed_steps,
         "weight_changes": counters.weight_changes,
@@ -53,23 +56,23 @@ def engine_stats(counters: EngineCounters, workspace: Workspace | None) -> dict[
     }
 
 
-def _gauges(workspace: Workspace | None) -> dict[str, Any]:
-    names = ("blocks_total", "blocks_free", "blocks_cached", "blocks_swapped", "block_size", "running", "waiting")
+def _description(workspace: Workspace | None) -> dict[str, Any]:
     if workspace is None:
-        return {"backend": None, "tier": None, "tier_reason": None, **dict.fromkeys(names, 0)}
-    scheduler, pool = workspace.scheduler, workspace.pool
-    values = (
-        pool.num_blocks,
-        pool.num_free,
-        pool.num_cached,
-        workspace.store.num_blocks,
-        pool.block_size,
-        scheduler.num_running,
-        scheduler.num_waiting,
-    )
+        return {"backend": None, "tier": None, "tier_reason": None, "block_size": 0}
     return {
         "backend": workspace.backend.name,
         "tier": workspace.tier.name,
         "tier_reason": workspace.tier_reason,
-        **dict(zip(names, values, strict=True)),
+        "block_size": workspace.pool.block_size,
+    }
+
+
+def _gauges(workspaces: Sequence[Workspace]) -> dict[str, int]:
+    return {
+        "blocks_total": sum(one.pool.num_blocks for one in workspaces),
+        "blocks_free": sum(one.pool.num_free for one in workspaces),
+        "blocks_cached": sum(one.pool.num_cached for one in workspaces),
+        "blocks_swapped": sum(one.store.num_blocks for one in workspaces),
+        "running": sum(one.scheduler.num_running for one in workspaces),
+        "waiting": sum(one.scheduler.num_waiting for one in workspaces),
     }

@@ -32,29 +32,35 @@ from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopChecker
 from hfpaged.speculation.prompt_lookup import PromptLookup
 
-Submission = tuple[Sequence[RequestSpec], Sequence[GenerationHandle]]
-
-
 class Stepper:
     """The engine's state and its steps.
 
     Attributes:
         live: requests that have not ended, by id.
-        workspace: pool, books and runner; None before the first request and after a release.
+        workspaces: pool, books and runner of each kind of request: those whose thread states differ, or that began
+            before the model changed and after, never share a step. The one that has waited longest for a step is first.
+        workspace: the one of them where new requests go; None before the first request and after a release.
     """
 
-    def __init__(self, model: PreTrainedModel, view: EngineView, config: EngineConfig, counters: EngineCounters):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        original_class: type[PreTrainedModel],
+        config: EngineConfig,
+        counters: EngineCounters,
+    ):
         self.live: dict[int, LiveRequest] = {}
+        self.workspaces: list[Workspace] = []
         self.workspace: Workspace | None = None
         self._model = weakref.ref(model)
-        self._view = view
+        self._original_class = original_class
+        self._view = EngineView(model, original_class)
         self._config = config
         self._counters = counters
         self._watch: WeightsWatch | None = None
-        self._held: list[Submission] = []
         self._speculating: set[int] = set()
         self._epoch = 0
-        self._last_step_failed = False
+        self._failed_once: set[Workspace] = set()
         self._sampler = Sampler()
         self._stops = StopChecker()
 
@@ -65,14 +71,12 @@ class Stepper:
         if self.workspace is None:
             self._view.refresh(self.live_model())
             self.workspace = Workspace(self._view, self._config, spec.thread_state)
+            self.workspaces.append(self.workspace)
         return self.workspace
 
     def admit(self, specs: Sequence[RequestSpec], handles: Sequence[GenerationHandle]) -> None:
         """Queue the rows of one call. Whatever goes wrong ends all of them with that error, and nothing else."""
         try:
-            if self._must_wait(specs[0]):
-                self._held.append((specs, handles))
-                return
             self._freshen(specs[0])
             for spec, handle in zip(specs, handles, strict=True):
                 self._add(spec, handle, handles)
@@ -85,7 +89,8 @@ class Stepper:
             if new_tokens is None:
                 self.end([handle], "stop")
             elif handle.request_id in self.live:
-                self.workspace.scheduler.append_tokens(handle.request_id, new_tokens, logits_for)
+                scheduler = self._workspace_of(handle.request_id).scheduler
+                scheduler.append_tokens(handle.request_id, new_tokens, logits_for)
 
     def fork(
         self, parents: Iterable[GenerationHandle], children: Iterable[GenerationHandle], spec: RequestSpec
@@ -97,14 +102,14 @@ class Stepper:
                 child.finish("cancelled")
                 continue
             request = live.request.copy(child.request_id)
-            self.workspace.scheduler.fork(parent.request_id, request)
+            self._workspace_of(parent.request_id).scheduler.fork(parent.request_id, request)
             self.live[request.id] = LiveRequest(spec, child, request, SampleRow(request.tokens))
 
     def rollback(self, handles: Iterable[GenerationHandle], count: int) -> None:
         """Forget the last tokens of steered requests. Ended ones are ignored."""
         for handle in handles:
             if handle.request_id in self.live:
-                self.workspace.scheduler.rollback(handle.request_id, count)
+                self._workspace_of(handle.request_id).scheduler.rollback(handle.request_id, count)
 
     def end(self, handles: Iterable[GenerationHandle], reason: str, error: BaseException | None = None) -> None:
         """End requests, wherever they are, and free what they hold. Ended ones are ignored."""
@@ -112,11 +117,24 @@ class Stepper:
             live = self.live.pop(handle.request_id, None)
             self._speculating.discard(handle.request_id)
             if live is not None:
-                self.workspace.scheduler.finish(handle.request_id)
-                self.workspace.runner.forget(handle.request_id)
+                workspace = self._workspace_of(handle.request_id)
+                workspace.scheduler.finish(handle.request_id)
+                workspace.runner.forget(handle.request_id)
+                if workspace is not self.workspace and not workspace.scheduler.requests:
+                    self._drop(workspace)
             handle.finish(reason, error)
-        if self._held:
-            self._held = [held for held in self._held if not all(handle.done for handle in held[1])]
+
+    def give_up(self, error: BaseException) -> None:
+        """Nothing foresaw this error, so the books may be wrong: end all requests with it and start anew."""
+        live, self.live = self.live, {}
+        self._speculating.clear()
+        for request in live.values():
+            request.handle.finish("error", error)
+        for workspace in list(self.workspaces):
+            self._drop(workspace)
+
+    def _workspace_of(self, request_id: int) -> Workspace:
+        return next(workspace for workspace in self.workspaces if request_id in workspace.scheduler.requests)
 
     # ---- the step ----
 
@@ -124,22 +142,29 @@ class Stepper:
         """Do one step. Returns False when nothing can be done until the next command."""
         if not self.live:
             return self._on_idle()
-        began = time.perf_counter()
         self._propose_drafts()
-        plan = self.workspace.scheduler.plan()
+        for workspace in list(self.workspaces):
+            self.workspaces.append(self.workspaces.pop(0))
+            if self._step(workspace):
+                return True
+        return False
+
+    def _step(self, workspace: Workspace) -> bool:
+        began = time.perf_counter()
+        plan = workspace.scheduler.plan()
         planned = time.perf_counter()
         self._counters.times.schedule += planned - began
         if plan is None:
             return False
         try:
-            output = self.workspace.runner.run(plan, wants_logits(plan, self.live))
+            output = workspace.runner.run(plan, wants_logits(plan, self.live))
             ran = time.perf_counter()
             outcomes = draw_tokens(plan, self.live, output, self._sampler)
         except Exception as error:
-            self._on_failed_step(plan, error)
+            self._on_failed_step(workspace, plan, error)
             return True
-        self._last_step_failed = False
-        self._commit(plan, output, outcomes)
+        self._failed_once.discard(workspace)
+        self._commit(workspace, plan, output, outcomes)
         self._deliver(outcomes)
         times = self._counters.times
         times.steps += 1
@@ -156,9 +181,9 @@ class Stepper:
             room = request.max_tokens - len(request.tokens) - 1
             if request.num_uncomputed == 1 and request.draft_tokens == 0 and room > 0:
                 drafts = live.drafts.propose(request.tokens, room)
-                self.workspace.scheduler.append_drafts(request_id, drafts)
+                self._workspace_of(request_id).scheduler.append_drafts(request_id, drafts)
 
-    def _commit(self, plan: Plan, output: StepOutput, outcomes: list[Outcome]) -> None:
+    def _commit(self, workspace: Workspace, plan: Plan, output: StepOutput, outcomes: list[Outcome]) -> None:
         sampled: dict[int, int | None] = {request_id: None for _, request_id in sampled_rows(plan)}
         accepted = {}
         for outcome in outcomes:
@@ -168,8 +193,8 @@ class Stepper:
                 accepted[live.request.id] = len(outcome.tokens) - 1
             if live.request.draft_tokens:
                 live.drafts.learn(live.request.draft_tokens, accepted.get(live.request.id, 0))
-        self.workspace.scheduler.commit(plan, sampled, accepted)
-        self.workspace.runner.commit(plan)
+        workspace.scheduler.commit(plan, sampled, accepted)
+        workspace.runner.commit(plan)
         for rows, request_id in sampled_rows(plan):
             live = self.live[request_id]
             if live.spec.steered:
@@ -196,21 +221,18 @@ class Stepper:
             if has_ended:
                 self.end([live.handle], "length" if len(live.request.tokens) >= live.spec.max_tokens else "stop")
 
-    def _on_failed_step(self, plan: Plan, error: Exception) -> None:
-        self.workspace.scheduler.abort(plan)
-        self.workspace.runner.abort(plan)
+    def _on_failed_step(self, workspace: Workspace, plan: Plan, error: Exception) -> None:
+        workspace.scheduler.abort(plan)
+        workspace.runner.abort(plan)
         self._counters.failed_steps += 1
-        if self._last_step_failed:
-            failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in sampled_rows(plan)}
-            self.end([self.live[request_id].handle for request_id in failed], "error", error)
-        self._last_step_failed = not self._last_step_failed
+        if workspace not in self._failed_once:
+            self._failed_once.add(workspace)
+            return
+        self._failed_once.discard(workspace)
+        failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in sampled_rows(plan)}
+        self.end([self.live[request_id].handle for request_id in failed], "error", error)
 
     def _on_idle(self) -> bool:
-        if self._held:
-            held, self._held = self._held, []
-            for specs, handles in held:
-                self.admit(specs, handles)
-            return True
         if self._config.release_after_call:
             self.release()
         return False
@@ -220,50 +242,54 @@ class Stepper:
     def drop_prefixes(self) -> None:
         """Forget all cached prefixes; running requests go on, and their blocks stay out of the cache."""
         self._epoch += 1
-        if self.workspace is not None:
-            self.workspace.scheduler.reset_prefix_cache()
+        for workspace in self.workspaces:
+            workspace.scheduler.reset_prefix_cache()
 
     def on_weights_changed(self) -> None:
         """Drop everything that was computed with the old weights."""
         self._counters.weight_changes += 1
         self.drop_prefixes()
-        if self.workspace is not None:
-            self.workspace.tier.on_weights_changed()
+        for workspace in self.workspaces:
+            workspace.tier.on_weights_changed()
 
     def release(self) -> None:
         """End what runs and free the pool."""
         self.end([live.handle for live in self.live.values()], "error", EngineReleasedError("the engine was released"))
-        for _, handles in self._held:
-            self.end(handles, "error", EngineReleasedError("the engine was released"))
-        self._held = []
-        self._view.step.unbind()
-        if self.workspace is not None:
-            self._counters.books.update(asdict(self.workspace.scheduler.counters))
-        self.workspace = None
+        for workspace in list(self.workspaces):
+            self._drop(workspace)
 
     def check(self) -> None:
         """Raise `InvariantError` if the books are inconsistent."""
-        if self.workspace is not None:
-            check_books(self.workspace.scheduler)
-
-    def _must_wait(self, spec: RequestSpec) -> bool:
-        """Whether the rows need a workspace that cannot be built before those running have ended."""
-        if not self.live:
-            return False
-        return self.workspace.state != spec.thread_state or self._view.is_stale(self.live_model())
+        for workspace in self.workspaces:
+            check_books(workspace.scheduler)
 
     def _freshen(self, spec: RequestSpec) -> None:
         """Follow what happened to the model since the last call, before requests of a new one start."""
         model = self.live_model()
-        stale = self._view.is_stale(model)
-        if self.workspace is not None and (stale or self.workspace.state != spec.thread_state):
-            self.release()
-        changed = self._view.refresh(model)
+        is_stale = self._view.is_stale(model)
+        if is_stale or (self.workspace is not None and self.workspace.state != spec.thread_state):
+            self._change_workspace(model, spec)
         if self._watch is None:
             self._watch = WeightsWatch(model, watch_content=self._config.weights == "watch")
-        elif self._watch.changed(model, look_at_content=not self.live) or changed:
+        elif self._watch.changed(model, look_at_content=not self.live) or is_stale:
             self.on_weights_changed()
         self.prepare(spec)
+
+    def _change_workspace(self, model: PreTrainedModel, spec: RequestSpec) -> None:
+        """Go on in a workspace that fits, or in none yet. The present one stays as long as it has requests."""
+        if self.workspace is not None and not self.workspace.scheduler.requests:
+            self._drop(self.workspace)
+        fitting = (one for one in self.workspaces if one.state == spec.thread_state and not one.view.is_stale(model))
+        self.workspace = next(fitting, None)
+        self._view = EngineView(model, self._original_class) if self.workspace is None else self.workspace.view
+
+    def _drop(self, workspace: Workspace) -> None:
+        self._counters.books.update(asdict(workspace.scheduler.counters))
+        workspace.view.step.unbind()
+        self.workspaces.remove(workspace)
+        self._failed_once.discard(workspace)
+        if workspace is self.workspace:
+            self.workspace = None
 
     def _add(self, spec: RequestSpec, handle: GenerationHandle, siblings: Sequence[GenerationHandle]) -> None:
         root = root_key(self._epoch, spec.cache_salt) if spec.prefix_cache and self._config.prefix_caching else None

@@ -3,7 +3,8 @@
 The twin has the same module classes and shares each module's `_parameters` and `_buffers` dictionaries, so whatever
 happens to the weights of the live model (optimizer steps, `load_state_dict(assign=True)`, `.half()`) happens to the
 twin. It differs in what must not touch the live model: a copy of the config with our attention implementation,
-evaluation mode, and no hooks. The live tree is never switched, so training, scoring and saving are stock.
+evaluation mode, no hooks, and no rotary frequencies that change with length. The live tree is never switched, so
+training, scoring and saving are stock.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class EngineView:
         That is: a module was replaced, added or removed, a plain attribute (an adapter's state, a scale) or a config
         changed, or the weights have another shape or dtype or are on another device.
         """
-        modules = list(walk_modules(model))
+        modules = walk_modules(model)
         return (
             len(modules) != len(self._states)
             or not all(state.describes(module) for state, module in zip(self._states, modules, strict=True))
@@ -70,7 +71,7 @@ class EngineView:
         twin = builder.twin(model, self._original_class)
         if twin.config._attn_implementation != ATTENTION_NAME:
             raise UnsupportedModelError([f"its config refuses the attention implementation {ATTENTION_NAME!r}"])
-        modules = list(walk_modules(model))
+        modules = walk_modules(model)
         self.model: PreTrainedModel = twin
         self.step = builder.step
         self._states = [ModuleState(module) for module in modules]

@@ -36,6 +36,7 @@ class Workspace:
     def __init__(self, view: EngineView, config: EngineConfig, state: ThreadState):
         seen = probe_layers(view, state)
         device, dtype = view.model.device, seen[0].dtype
+        self.view = view
         self.state = state
         self.bytes_per_block = KVCache.bytes_per_block(seen, config.block_size)
         num_blocks = config.num_blocks or _blocks_for_memory(config, device, self.bytes_per_block)

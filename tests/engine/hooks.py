@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,6 +52,20 @@ def runs(engine: Engine, replacement: Callable[..., Any]) -> Iterator[None]:
         del runner.run
 
 
+@contextlib.contextmanager
+def paused(engine: Engine) -> Iterator[None]:
+    """No step for the block: whatever is submitted in it arrives together.
+
+    Do not wait for the engine inside; a first request does, so there must have been one.
+    """
+    go_on = threading.Event()
+    engine._driver.post(lambda: go_on.wait(WAIT_SECONDS))
+    try:
+        yield
+    finally:
+        go_on.set()
+
+
 def used_blocks(engine: Engine) -> int:
     """Blocks that some request holds."""
     stats = engine.stats()
@@ -65,3 +82,8 @@ def at_rest(engine: Engine) -> bool:
             return True
         time.sleep(0.005)
     return False
+
+
+def with_import_paths() -> dict[str, str]:
+    """Environment of a child process that imports what this one can import."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

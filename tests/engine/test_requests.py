@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from batches import alone, left_padded, random_prompts
-from engine.hooks import WAIT_SECONDS, after_each_step, at_rest, used_blocks
+from engine.hooks import WAIT_SECONDS, after_each_step, at_rest, paused, used_blocks
 from families import build_tiny
 from transformers import GenerationConfig, LogitsProcessor
 
@@ -143,20 +143,15 @@ def test_an_abandoned_iterator_does_not_stop_the_others(patched, stock_text):
 def test_lower_priority_numbers_run_first(patched):
     engine = patched(max_requests=1).engine
     blocker = started(engine.submit(PROMPT, **LONG))
-    order = []
-
-    def wait_for(name, handle):
-        handle.result(WAIT_SECONDS)
-        order.append(name)
-
-    threads = []
-    for name, priority in (("late", 5), ("normal", 0), ("urgent", -1), ("normal too", 0)):
-        handle = engine.submit(PROMPT, max_new_tokens=20, hfpaged={"priority": priority}, **GREEDY)
-        threads.append(threading.Thread(target=wait_for, args=(name, handle)))
-        threads[-1].start()
-    blocker.cancel()
-    for thread in threads:
-        thread.join(WAIT_SECONDS)
+    handles = {
+        name: engine.submit(PROMPT, max_new_tokens=20, hfpaged={"priority": priority}, **GREEDY)
+        for name, priority in (("late", 5), ("normal", 0), ("urgent", -1), ("normal too", 0))
+    }
+    with after_each_step(engine, lambda: [name for name, handle in handles.items() if handle.tokens]) as begun:
+        blocker.cancel()
+        for handle in handles.values():
+            handle.result(WAIT_SECONDS)
+    order = list(dict.fromkeys(name for step in begun for name in step))
     assert order == ["urgent", "normal", "normal too", "late"]
 
 
@@ -430,27 +425,27 @@ def test_random_use_keeps_the_books_and_the_texts(patched, neighbour_texts, num_
     handles = []
     alone(model, PROMPT, max_new_tokens=2, **GREEDY)
     with after_each_step(engine, engine._stepper.check) as steps:
-        for _ in range(60):
-            which = choose.randrange(len(NEIGHBOURS))
-            action = choose.random()
-            if action < 0.7:
-                count = choose.randint(1, 30)
-                handles.append((which, count, engine.submit(NEIGHBOURS[which], max_new_tokens=count, **GREEDY)))
-            elif action < 0.8 and handles:
+        for _ in range(8):
+            with paused(engine):
+                for _ in range(10):
+                    which, count = choose.randrange(len(NEIGHBOURS)), choose.randint(1, 30)
+                    options = {"cache_salt": choose.choice("abc"), "priority": choose.randrange(2)}
+                    handle = engine.submit(NEIGHBOURS[which], max_new_tokens=count, hfpaged=options, **GREEDY)
+                    handles.append((which, count, handle))
                 choose.choice(handles)[2].cancel()
-            elif action < 0.9:
+            rows = choose.sample(range(len(NEIGHBOURS)), 2)
+            out = model.generate(
+                **left_padded([NEIGHBOURS[row] for row in rows]), max_new_tokens=9, streamer=Sink(), **GREEDY
+            )
+            assert out[:, -9:].tolist() == [neighbour_texts[row][:9] for row in rows]
+            choose.choice(handles)[2].cancel()
+            if choose.random() < 0.5:
                 engine.reset_prefix_cache()
-            else:
-                rows = choose.sample(range(len(NEIGHBOURS)), 2)
-                out = model.generate(
-                    **left_padded([NEIGHBOURS[row] for row in rows]), max_new_tokens=9, streamer=Sink(), **GREEDY
-                )
-                assert out[:, -9:].tolist() == [neighbour_texts[row][:9] for row in rows]
         for which, count, handle in handles:
             try:
                 assert handle.result(WAIT_SECONDS) == neighbour_texts[which][:count]
             except RequestCancelled:
                 assert handle.tokens == neighbour_texts[which][: len(handle.tokens)]
-    assert len(steps) > 60
+    assert len(steps) > 100
     assert engine.stats()["preemptions_swap"] + engine.stats()["preemptions_recompute"] > 0
     assert at_rest(engine)

@@ -1,4 +1,4 @@
-"""A patched text-generation pipeline: stock's results in order, one batch, bounded look-ahead, cancelled when closed."""
+"""A patched text-generation pipeline: stock's results in order, from one batch, lazily, cancelled when closed."""
 
 import time
 

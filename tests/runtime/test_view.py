@@ -210,7 +210,7 @@ def test_stale_after(model, change):
     assert view.refresh(model)
     assert view.model is not twin and view.step is not step
     assert not view.is_stale(model)
-    assert len(list(walk_modules(view.model))) == len(list(walk_modules(model)))
+    assert len(walk_modules(view.model)) == len(walk_modules(model))
 
 
 # ---- and what does not ----

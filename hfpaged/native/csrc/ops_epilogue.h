@@ -120,6 +120,7 @@ struct ResidualEpilogue {
 template <class T>
 inline Vec16 finished_logits(Vec16 sum, const HeadOp& op, int column) {
   Vec16 logit = linear_output<T>(sum, op.weight, column);
+  if (op.multiplier != 1.f) logit = rounded16<T>(logit * splat16(op.multiplier));
   if (op.divisor != 1.f) logit = rounded16<T>(logit / splat16(op.divisor));
   if (op.softcap != 0.f) {
     Vec16 cap = splat16(op.softcap);

@@ -117,13 +117,14 @@ bool Program::reserve(const Step& step) {
 HfpProgramStatus Program::check(const Step& step) const {
   if (step.threads < 1 || step.tokens < 1 || step.samples < 0) return HFP_PROGRAM_BAD_STEP;
   if (step.first_op < 0 || step.end_op > int32_t(ops.size())) return HFP_PROGRAM_BAD_STEP;
-  int64_t positions = INT64_MAX, vocab = INT64_MAX;
+  int64_t positions = INT64_MAX, vocab = INT64_MAX, slots = int64_t(step.num_blocks) * step.batch.block_size;
   for (const RotaryTable& table : tables) positions = std::min(positions, table.positions);
   for (const Op& op : ops)
     if (op.kind == OpKind::kEmbed) vocab = op.embed.vocab;
   for (int64_t t = 0; t < step.tokens; t++) {
     if (step.token_ids[t] < 0 || step.token_ids[t] >= vocab) return HFP_PROGRAM_BAD_TOKEN;
     if (step.positions[t] < 0 || step.positions[t] >= positions) return HFP_PROGRAM_BAD_POSITION;
+    if (step.batch.slots && (step.batch.slots[t] < 0 || step.batch.slots[t] >= slots)) return HFP_PROGRAM_BAD_BATCH;
   }
   for (int64_t i = 0; i < step.samples; i++)
     if (step.sample_rows[i] < 0 || step.sample_rows[i] >= step.tokens) return HFP_PROGRAM_BAD_SAMPLE_ROW;

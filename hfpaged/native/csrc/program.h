@@ -124,13 +124,14 @@ struct AttentionOp {
   const float* sinks;   // [heads], or null
 };
 
-// Logits of the sampled rows: softcap, scaling, argmax (the first of equal ones) and, if asked for, the logits.
+// Logits of the sampled rows: scaling, softcap, argmax (the first of equal ones) and, if asked for, the logits.
 struct HeadOp {
   PackedWeight weight;
   int32_t in;
   int32_t vocab;
-  float divisor;  // 1: none
-  float softcap;  // 0: none
+  float multiplier;  // 1: none
+  float divisor;     // 1: none
+  float softcap;     // 0: none
 };
 
 constexpr int kMaxExperts = 1024;

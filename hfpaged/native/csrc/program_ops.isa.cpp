@@ -26,7 +26,9 @@ void embed(const Run& run, const EmbedOp& op, Share share) {
     const T* source = static_cast<const T*>(op.table) + run.step->token_ids[t] * op.width;
     T* out = row_of<T>(run.buffers[op.out], t);
     Vec16 scale = splat16(op.scale);
-    for_each16(op.width, [&](int i, auto count) { store_upto16(out + i, load_upto16(source + i, count) * scale, count); });
+    for_each16(op.width, [&](int i, auto count) {
+      store_upto16(out + i, load_upto16(source + i, count) * scale, count);
+    });
   }
 }
 

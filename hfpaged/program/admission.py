@@ -1,0 +1,142 @@
+"""Describes the parts of a recognized model to the fusion guards, which decide whether the program may run them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from hfpaged.fusion.operand import FusionValues, Operand
+from hfpaged.fusion.registry import Admission, FusionRegistry
+from hfpaged.program.abi import NormKind
+from hfpaged.program.description import Attention, Experts, Linear, Mlp, Model, Norm
+
+NORM_FUSIONS = {
+    NormKind.RMS_ROUNDED_THEN_SCALED: "rms_norm.rounded_then_scaled",
+    NormKind.RMS_SCALED_THEN_ROUNDED: "rms_norm.scaled_then_rounded",
+    NormKind.LAYER_NORM: "layer_norm",
+}
+
+
+class Gatekeeper:
+    """Asks the guards about the parts of `model`. Every method returns the admission or raises FusionRefused."""
+
+    def __init__(self, registry: FusionRegistry, model: Model):
+        self._registry = registry
+        self.model = model
+
+    def admit_all(self) -> None:
+        """Ask every guard again, about the weights as they are now."""
+        self.embedding()
+        for layer in self.model.layers:
+            attention = layer.attention
+            for linear in (attention.query, attention.key, attention.value):
+                self.linear(linear)
+            self.linear(attention.output, residual=True)
+            self.rotary(attention)
+            self.attention(attention)
+            self._admit_mlp(layer.mlp)
+            for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
+                if norm is not None:
+                    self.norm(norm)
+        self.norm(self.model.final_norm)
+        self.head()
+
+    def embedding(self) -> Admission:
+        """The token embedding."""
+        table = self.model.embedding.weight
+        operands = {"table": Operand.of(table), "out": self._rows(table.shape[1])}
+        return self._admit("embedding", operands, [self.model.embedding])
+
+    def linear(self, linear: Linear, residual: bool = False) -> Admission:
+        """A linear module, with or without the addition to the residual stream."""
+        operands = self._linear_operands(linear)
+        if residual:
+            operands["residual"] = operands["out"]
+        return self._admit("linear_residual" if residual else "linear", operands, [linear.module])
+
+    def gate_up(self, mlp: Mlp) -> Admission:
+        """Gate and up projections of a gated MLP."""
+        operands = self._linear_operands(mlp.gate)
+        operands["up_weight"] = Operand.of(mlp.up.weight)
+        if mlp.up.bias is not None:
+            operands["up_bias"] = Operand.of(mlp.up.bias)
+        return self._admit("gate_up_activation", operands, [mlp.gate.module, mlp.up.module])
+
+    def norm(self, norm: Norm) -> Admission:
+        """A normalization. Its gamma is fp32 for the guard where the module converts it before it multiplies."""
+        operands = {"x": self._rows(norm.width), "out": self._rows(norm.width)}
+        weight, bias = getattr(norm.module, "weight", None), getattr(norm.module, "bias", None)
+        if weight is not None:
+            operands["gamma"] = Operand.of(weight, torch.float32 if norm.gamma_offset else None)
+        if bias is not None:
+            operands["beta"] = Operand.of(bias)
+        return self._admit(NORM_FUSIONS[norm.kind], operands, [norm.module])
+
+    def rotary(self, attention: Attention) -> Admission:
+        """Norms of queries and keys, rotation, and the write to the cache."""
+        norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
+        for norm in norms:
+            self.norm(norm)
+        operands = {"x": self._rows(attention.key_dim), "cache": self._rows(attention.key_dim)}
+        if attention.rotary is not None:
+            table_dtype = self.model.dtype if attention.rotation.round_products else torch.float32
+            operands["table"] = self._rows(attention.rotation.width, table_dtype)
+        return self._admit("rotary_kv_write", operands, [norm.module for norm in norms])
+
+    def attention(self, attention: Attention) -> Admission:
+        """Attention over the cache."""
+        roles = {"x": attention.key_dim, "cache": attention.key_dim, "out": attention.value_dim}
+        operands = {role: self._rows(width) for role, width in roles.items()}
+        if attention.sinks is not None:
+            operands["sinks"] = Operand.of(getattr(attention.module, attention.sinks))
+        return self._admit("paged_attention", operands, [attention.module])
+
+    def router(self, experts: Experts) -> Admission:
+        """The choice of experts."""
+        self.linear(experts.router)
+        return self._admit("router", {"x": self._rows(len(experts.experts))}, [experts.router.module])
+
+    def head(self) -> Admission:
+        """The head with its argmax."""
+        head = self.model.head
+        return self._admit("head_argmax", self._linear_operands(head), [head.module])
+
+    def _admit_mlp(self, mlp: Mlp | Experts) -> None:
+        if isinstance(mlp, Experts):
+            self.router(mlp)
+        for each in mlp.experts if isinstance(mlp, Experts) else (mlp,):
+            self.linear(each.down, residual=True)
+            if each.gate is None:
+                self.linear(each.up)
+            else:
+                self.gate_up(each)
+
+    def _linear_operands(self, linear: Linear) -> dict[str, Operand]:
+        weight = linear.weight
+        operands = {
+            "x": self._rows(weight.shape[1]),
+            "weight": Operand.of(getattr(linear.module, linear.parameter)),
+            "out": self._rows(linear.out_features),
+        }
+        if linear.bias is not None:
+            operands["bias"] = Operand.of(linear.bias)
+        return operands
+
+    def _rows(self, width: int, dtype: torch.dtype | None = None) -> Operand:
+        return Operand.rows(width, dtype or self.model.dtype)
+
+    def _admit(self, name: str, operands: dict[str, Operand], modules: Iterable[nn.Module]) -> Admission:
+        values = FusionValues(
+            operands,
+            autocast=torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+            hooked=any(_is_hooked(module) for module in modules),
+            adapted=any("active_adapters" in dir(type(module)) for module in modules),
+        )
+        return self._registry.admit(name, values)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    return any(hooks) or "forward" in module.__dict__

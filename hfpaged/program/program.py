@@ -1,0 +1,146 @@
+"""StepProgram: a model's forward over a paged KV cache as one native call per step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpaged.fusion.registry import FusionRefused, FusionRegistry
+from hfpaged.native import library as native_library
+from hfpaged.program import abi
+from hfpaged.program.admission import Gatekeeper
+from hfpaged.program.assemble import Assembler, ProgramLayout
+from hfpaged.program.description import NotRecognized
+from hfpaged.program.native_program import NativeProgram, OpRange
+from hfpaged.program.recognize import recognize_model
+from hfpaged.program.rotary import require_fixed_frequencies
+from hfpaged.program.step_arrays import CachePointers, KVPairs, make_step
+from hfpaged.program.threads import MIN_THREAD_SECONDS, ThreadPolicy
+from hfpaged.program.trace import trace_forward
+from hfpaged.program.verify import Verifier
+
+# Rough speeds of one thread, to tell small steps from large ones.
+_BYTES_PER_SECOND = 2e10
+_MULTIPLY_ADDS_PER_SECOND = 7e10
+
+
+class StepProgram:
+    """Runs packed steps of one model. One thread at a time may use it; the GIL is released while it computes.
+
+    Results do not depend on what else is in a step, on how a prompt is cut into steps, or on the number of threads.
+
+    Attributes:
+        description: what was recognized.
+    """
+
+    def __init__(self, native: NativeProgram, layout: ProgramLayout, gate: Gatekeeper, threads: ThreadPolicy):
+        self.description = gate.model
+        self._native = native
+        self._layout = layout
+        self._gate = gate
+        self._threads = threads
+        self._cache: CachePointers | None = None
+
+    @classmethod
+    def build(
+        cls,
+        model: PreTrainedModel,
+        num_threads: int,
+        registry: FusionRegistry | None = None,
+        min_thread_seconds: float = MIN_THREAD_SECONDS,
+    ) -> StepProgram:
+        """Recognize `model` from one forward of a few random tokens, pack its weights, and verify every layer.
+
+        Args:
+            model: plain modules without hooks, on the CPU, in evaluation mode.
+            num_threads: most threads of a step. Small steps use fewer.
+            registry: counts what the fusion guards refuse.
+            min_thread_seconds: work that is worth another thread; 0 always uses all.
+
+        Raises:
+            NotRecognized: with the reason. The model is as it was.
+        """
+        require_fixed_frequencies(model)
+        trace = trace_forward(model)
+        description = recognize_model(model, trace)
+        gate = Gatekeeper(registry or FusionRegistry(), description)
+        native = NativeProgram(abi.declare(native_library.load()), description.dtype)
+        try:
+            layout = Assembler(native, description, gate).assemble()
+        except FusionRefused as refused:
+            raise NotRecognized(str(refused)) from refused
+        native.refresh(None, num_threads)
+        Verifier(native, description, layout, trace).check()
+        return cls(native, layout, gate, ThreadPolicy(num_threads, min_thread_seconds))
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory of the packed weights, which the live parameters do not share."""
+        return self._native.packed_bytes
+
+    def repack(self, modules: Iterable[nn.Module] | None = None) -> None:
+        """Take over weights that changed: of `modules`, or of all.
+
+        Raises:
+            NotRecognized: a weight changed its shape, dtype or device; build a new program.
+        """
+        try:
+            self._gate.admit_all()
+        except FusionRefused as refused:
+            raise NotRecognized(str(refused)) from refused
+        self._native.refresh(None if modules is None else set(modules), self._threads.limit)
+
+    def run(
+        self,
+        batch: Any,
+        kv: KVPairs,
+        sample_rows: np.ndarray,
+        want_logits: bool = False,
+    ) -> tuple[np.ndarray, torch.Tensor | None]:
+        """Run one step: write the keys and values of its tokens, and compute the sampled rows' logits.
+
+        Args:
+            batch: a StepBatch of T tokens.
+            kv: (key, value) tensors of each attention layer, in the order they run, in the native layout. Checked when
+                another sequence is passed than last time; never replace a tensor inside of one.
+            sample_rows: int64 [S], indices into the T tokens. May be empty.
+            want_logits: whether the logits are needed beside their argmax.
+
+        Returns:
+            (argmax, logits): int64 [S], the first of equal logits as torch.argmax has it; and fp32 [S, V] of values
+            rounded to the model's dtype, or None.
+
+        Raises:
+            NativeKernelError: the batch does not fit the tables or the cache. Nothing was computed.
+        """
+        samples = len(sample_rows)
+        self._native.prepare_positions(int(batch.context_len.max()))
+        argmax = np.empty(samples, dtype=np.int64)
+        logits = torch.empty(samples, self.description.head.out_features) if want_logits else None
+        if self._cache is None or not self._cache.serves(kv, batch.block_size):
+            self._cache = CachePointers(kv, self.description, batch.block_size)
+        step = make_step(batch, self._cache, sample_rows)
+        step.argmax = argmax.ctypes.data
+        step.logits = None if logits is None else logits.data_ptr()
+        # Without sampled rows the final norm and the head are left out.
+        self._run_timed(step, OpRange(0, self._layout.end if samples else self._layout.layers[-1].end))
+        return argmax, logits
+
+    def _run_timed(self, step: abi.Step, ops: OpRange) -> None:
+        estimate = self._seconds(step.tokens)
+        step.threads = self._threads.choose(estimate)
+        start = time.perf_counter()
+        self._native.run(step, ops)
+        self._threads.record(estimate, step.threads, time.perf_counter() - start)
+
+    def _seconds(self, tokens: int) -> float:
+        """Rough time of a step of `tokens` tokens on one thread."""
+        reads = self.packed_bytes / _BYTES_PER_SECOND
+        multiply_adds = tokens * self.packed_bytes / self.description.dtype.itemsize
+        return max(reads, multiply_adds / _MULTIPLY_ADDS_PER_SECOND)

@@ -1,0 +1,81 @@
+"""The arrays of one step as the native struct, kept alive while it is used."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hfpaged.errors import NativeKernelError
+from hfpaged.native.library import Batch
+from hfpaged.program.abi import Step
+from hfpaged.program.description import Model
+
+KVPairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+class CachePointers:
+    """Addresses of the keys and values of all layers, checked against the model once.
+
+    Args:
+        kv: (key, value) of each attention layer, leading dimension = block, in the native layout.
+
+    Raises:
+        NativeKernelError: a tensor does not hold what its layer of `model` writes.
+    """
+
+    def __init__(self, kv: KVPairs, model: Model, block_size: int):
+        self.kv = kv
+        self.block_size = block_size
+        self.num_blocks = kv[0][0].shape[0]
+        if len(kv) != len(model.layers):
+            raise NativeKernelError(f"the model has {len(model.layers)} attention layers, the KV cache {len(kv)}")
+        for index, (layer, pair) in enumerate(zip(model.layers, kv, strict=True)):
+            for tensor, dim in zip(pair, (layer.attention.key_dim, layer.attention.value_dim), strict=True):
+                elements = self.num_blocks * block_size * layer.attention.kv_heads * dim
+                if tensor.dtype != model.dtype or tensor.numel() != elements or not tensor.is_contiguous():
+                    raise NativeKernelError(f"the KV cache of layer {index} has another dtype or shape than the model")
+        self.key, self.value = ((ctypes.c_void_p * len(kv))(*(pair[part].data_ptr() for pair in kv)) for part in (0, 1))
+
+    def serves(self, kv: KVPairs, block_size: int) -> bool:
+        """Whether these are the addresses of `kv`, the very same sequence of tensors."""
+        return kv is self.kv and block_size == self.block_size
+
+
+def make_step(batch: Any, cache: CachePointers, sample_rows: np.ndarray) -> Step:
+    """A Step over the arrays of `batch` (a StepBatch), the cache and the sampled rows.
+
+    The struct keeps its arrays alive. Its operations, threads and outputs are the caller's to set.
+
+    Raises:
+        NativeKernelError: an array has another dtype or layout than StepBatch promises.
+    """
+    step = Step()
+    step.keep = (batch, cache, sample_rows)
+    step.batch = Batch(
+        _address(batch.query_start, np.int32),
+        _address(batch.context_len, np.int32),
+        _address(batch.table_rows, np.int32),
+        _address(batch.block_tables, np.int32),
+        _address(batch.slots, np.int64),
+        batch.block_tables.shape[1],
+        len(batch.context_len),
+        batch.block_tables.shape[0],
+        batch.block_size,
+    )
+    step.tokens, step.samples = len(batch.token_ids), len(sample_rows)
+    step.token_ids = _address(batch.token_ids, np.int64)
+    step.positions = _address(batch.positions, np.int64)
+    step.sample_rows = _address(sample_rows, np.int64)
+    step.key_cache, step.value_cache = ctypes.addressof(cache.key), ctypes.addressof(cache.value)
+    step.num_blocks = cache.num_blocks
+    return step
+
+
+def _address(array: np.ndarray, dtype: type[np.generic]) -> int:
+    if array.dtype != dtype or not array.flags.c_contiguous:
+        raise NativeKernelError(f"a {array.dtype} array of the step is not a contiguous {np.dtype(dtype)} one")
+    return array.ctypes.data

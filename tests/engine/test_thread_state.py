@@ -1,0 +1,193 @@
+"""PyTorch's thread-local state: autocast is the request's own, and nothing of inference mode outlives a call."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import types
+
+import pytest
+import torch
+from batches import alone, left_padded, new_tokens, random_prompts
+from engine.hooks import WAIT_SECONDS, after_each_step
+from families import build_tiny
+from transformers import LogitsProcessor
+
+import hfpaged
+
+PROMPTS = random_prompts((20, 5, 33), common_prefix=5)
+GREEDY = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": 12}
+
+
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def texts(model):
+    return new_tokens(model.generate(**left_padded(PROMPTS), **GREEDY), PROMPTS)
+
+
+def test_autocast_is_stocks(patched):
+    model, _ = patched()
+    stock = copy.deepcopy(model)
+    options = {"do_sample": False, "max_new_tokens": 1, "return_dict_in_generate": True, "output_logits": True}
+    plain = model.generate(**left_padded(PROMPTS), **options).logits[0]
+    with autocast():
+        got = model.generate(**left_padded(PROMPTS), **options).logits[0]
+        for row, prompt in enumerate(PROMPTS):
+            want = stock.generate(**left_padded([prompt]), **options).logits[0][0]
+            # bfloat16 has eight bits; the same prompt without autocast is several times as far away.
+            assert (got[row] - want).abs().max() < 0.1
+            assert got[row].argmax() == want.argmax()
+    assert 0 < (got - plain).abs().max() < 0.2
+
+
+def test_requests_under_autocast_never_share_a_step_with_others(patched):
+    model, engine = patched()
+    plain = texts(model)
+    with autocast():
+        cast = texts(model)
+    mixed, computed = [], {}
+
+    def states():
+        """Of the requests that the step moved on."""
+        moved = set()
+        for request_id, live in engine._stepper.live.items():
+            if live.request.computed != computed.get(request_id, 0):
+                moved.add(live.spec.thread_state.autocast_dtype)
+            computed[request_id] = live.request.computed
+        return moved
+
+    def user(under_autocast):
+        for _ in range(3):
+            if under_autocast:
+                with autocast():
+                    mixed.append(texts(model) == cast)
+            else:
+                mixed.append(texts(model) == plain)
+
+    users = [threading.Thread(target=user, args=(index % 2 == 0,)) for index in range(4)]
+    with after_each_step(engine, states) as seen:
+        for thread in users:
+            thread.start()
+        for thread in users:
+            thread.join(WAIT_SECONDS)
+    assert mixed == [True] * 12
+    assert len(computed) > 30
+    assert {torch.bfloat16} in seen
+    assert {None} in seen
+    assert all(len(step) <= 1 for step in seen)
+
+
+def test_autocast_is_not_kept_waiting_by_a_stream_of_others(patched):
+    """Others come and go without a gap; the one under autocast gets its turn all the same."""
+    model, _ = patched()
+    with autocast():
+        want = texts(model)
+    stop = threading.Event()
+
+    def user(num_tokens):
+        while not stop.is_set():
+            alone(model, PROMPTS[0], **{**GREEDY, "max_new_tokens": num_tokens})
+
+    outcome = []
+
+    def cast_user():
+        with autocast():
+            outcome.append(texts(model))
+
+    # Of lengths that keep them from ending together.
+    others = [threading.Thread(target=user, args=(num_tokens,)) for num_tokens in (300, 400)]
+    patient = threading.Thread(target=cast_user)
+    for thread in (*others, patient):
+        thread.start()
+    patient.join(10)
+    stop.set()
+    for thread in others:
+        thread.join(WAIT_SECONDS)
+    assert outcome == [want]
+
+
+def test_generate_under_autocast_inside_a_processor_does_not_deadlock(patched):
+    model, _ = patched()
+
+    class Inner(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            with autocast():
+                model.generate(input_ids[:1, -3:], max_new_tokens=2, do_sample=False)
+            return scores
+
+    outcome = []
+    options = {**left_padded(PROMPTS), **GREEDY}
+    want = model.generate(**options)
+    call = threading.Thread(
+        target=lambda: outcome.append(model.generate(**options, logits_processor=[Inner()])), daemon=True
+    )
+    call.start()
+    call.join(10)
+    assert outcome, "deadlock"
+    assert torch.equal(outcome[0], want)
+
+
+def reachable_tensors(*roots):
+    """Every tensor that can be reached from these objects by references, code and modules left out."""
+    seen, todo, found = set(), list(roots), []
+    skipped = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, threading.Thread)
+    while todo:
+        one = todo.pop()
+        if id(one) in seen or isinstance(one, skipped):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        todo += gc.get_referents(one)
+    return found
+
+
+def train_step(model):
+    ids = torch.tensor([PROMPTS[2]])
+    model.zero_grad()
+    loss = model(ids, labels=ids).loss
+    loss.backward()
+    return loss, [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("tier", ["auto", "modules"])
+def test_inference_mode_leaves_nothing_behind(patched, tier):
+    model, engine = patched(tier=tier)
+    with torch.inference_mode():
+        for options in ({}, {"do_sample": True, "top_k": 5}, {"repetition_penalty": 1.5, "suppress_tokens": [4]}):
+            model.generate(**left_padded(PROMPTS), **{**GREEDY, **options})
+        handle = engine.submit(PROMPTS[0], **{**GREEDY, "max_new_tokens": 300})
+        next(iter(handle))
+        engine.check()
+        assert not [tensor for tensor in reachable_tensors(model) if tensor.is_inference()]
+        handle.cancel()
+    assert len(reachable_tensors(model, engine._stepper.workspace)) > 40
+    assert not [tensor for tensor in reachable_tensors(model, engine, vars(engine)) if tensor.is_inference()]
+
+
+def test_generating_between_training_steps_changes_no_bit(patched):
+    model, _ = patched()
+    stock = build_tiny("llama")
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (stock, model)]
+    for _ in range(3):
+        want, got = train_step(stock), train_step(model)
+        assert torch.equal(want[0], got[0])
+        assert all(torch.equal(*both) for both in zip(want[1], got[1], strict=True))
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.inference_mode():
+            assert texts(model) == [alone(stock, prompt, **GREEDY) for prompt in PROMPTS]
+    assert not model.training
+
+
+def test_training_flag_and_grad_mode_are_left_alone(patched):
+    model, _ = patched()
+    model.train()
+    with torch.enable_grad():
+        texts(model)
+        assert torch.is_grad_enabled()
+    assert model.training
+    assert hfpaged.engine(model).stats()["fallbacks"] == {}

@@ -1,0 +1,99 @@
+"""The thread policy against simulated machines, and the CPU limits that it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hfpaged.program.threads import MIN_THREAD_SECONDS, ThreadPolicy, usable_cpus
+
+STEP = 10e-3  # seconds of the simulated step on one thread of an idle machine
+
+
+def simulate(policy: ThreadPolicy, machine: Callable[[int], float], steps: int, estimate: float = STEP) -> list[int]:
+    """Run steps on a machine that takes `machine(threads)` seconds for each. Returns the threads they used."""
+    used = []
+    for _ in range(steps):
+        used.append(policy.choose(estimate))
+        policy.record(estimate, used[-1], machine(used[-1]))
+    return used
+
+
+def idle(threads: int) -> float:
+    return STEP / threads
+
+
+def one_core_taken(threads: int) -> float:
+    """Two cores, one of them busy: a second thread waits for its time slices."""
+    return STEP if threads == 1 else 2 * STEP
+
+
+def four_free_cores(threads: int) -> float:
+    return STEP / threads if threads <= 4 else STEP / 4 * (1 + threads / 4)
+
+
+def test_an_idle_machine_keeps_all_threads_and_seldom_tries_fewer():
+    used = simulate(ThreadPolicy(2), idle, 1000)
+    assert used.count(1) <= 15
+    assert used[-1] == 2
+
+
+def test_a_busy_core_makes_it_drop_to_one_thread_within_a_few_steps():
+    used = simulate(ThreadPolicy(2), one_core_taken, 1000)
+    assert set(used[5:20]) <= {1, 2}
+    assert used[5:].count(2) <= 15
+
+
+def test_time_lost_to_a_busy_core_is_small():
+    used = simulate(ThreadPolicy(2), one_core_taken, 500)
+    assert sum(map(one_core_taken, used)) <= 1.05 * 500 * STEP
+
+
+def test_it_follows_a_machine_that_becomes_busy_and_idle_again():
+    policy = ThreadPolicy(2)
+    simulate(policy, idle, 300)
+    assert simulate(policy, one_core_taken, 60)[-30:].count(1) >= 25
+    assert simulate(policy, idle, 200)[-30:].count(2) >= 28
+
+
+@pytest.mark.parametrize("limit", [3, 8, 16])
+def test_it_finds_the_number_of_free_cores(limit):
+    used = simulate(ThreadPolicy(limit), four_free_cores, 600)
+    best = min(map(four_free_cores, range(1, limit + 1)))
+    assert sum(map(four_free_cores, used[-100:])) <= 1.15 * 100 * best
+
+
+def test_small_steps_use_one_thread_and_are_not_tried_on_more():
+    assert set(simulate(ThreadPolicy(4), idle, 50, estimate=MIN_THREAD_SECONDS)) == {1}
+
+
+def test_small_and_large_steps_learn_apart():
+    policy = ThreadPolicy(2)
+    simulate(policy, one_core_taken, 50)
+    assert simulate(policy, idle, 3, estimate=100 * STEP)[0] == 2
+
+
+def test_without_a_minimum_all_threads_are_always_used():
+    assert set(simulate(ThreadPolicy(3, min_thread_seconds=0), one_core_taken, 50)) == {3}
+
+
+@pytest.mark.parametrize(
+    "files, cpus",
+    [
+        ({"cpu.max": "100000 100000\n"}, 1),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+    ],
+)
+def test_a_cpu_quota_limits_the_threads(tmp_path, files, cpus):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert usable_cpus(tmp_path) == cpus
+
+
+@pytest.mark.parametrize("content", ["max 100000\n", "", "nonsense"])
+def test_without_a_quota_the_affinity_counts(tmp_path, content):
+    (tmp_path / "cpu.max").write_text(content)
+    assert usable_cpus(tmp_path) == usable_cpus(tmp_path / "missing")
