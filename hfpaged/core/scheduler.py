@@ -77,7 +77,8 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Requests that hold a place in the steps, those included that wait for a token from outside."""
-        return len(self.running) + sum(request.state is RequestState.IDLE for request in self._requests.values())
+        # The list is made in one go, so that statistics may be read while another thread steps.
+        return len(self.running) + sum(request.state is RequestState.IDLE for request in list(self._requests.values()))
 
     @property
     def num_waiting(self) -> int:

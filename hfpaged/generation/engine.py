@@ -11,6 +11,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.generation.call import GenerateCall, RequestOptions
+from hfpaged.generation.routing import stock_reason
 from hfpaged.generation.rows import check_prompt, row_specs, token_ids
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
@@ -46,6 +47,7 @@ class Engine(EngineCore):
         """
         model = self.live_model()
         call = _single_row_call(model, token_ids(prompt_ids), generation_config, tokenizer, hfpaged, options)
+        _require_engine_takes(model, call)
         specs = row_specs(model, call, model._row_logits_processor)
         return self.submit_specs(specs)[0]
 
@@ -97,6 +99,15 @@ def _single_row_call(
         streamer=None,
         options=RequestOptions.from_keyword(request_options),
     )
+
+
+def _require_engine_takes(model: PreTrainedModel, call: GenerateCall) -> None:
+    """Refuse what `generate` would leave to Transformers, or run on its caller's thread."""
+    reason = stock_reason(model, call, None)
+    if reason is None and any(call.processors.is_users(index) for index in range(len(call.processors))):
+        reason = "a processor that calls the model or keeps state"
+    if reason is not None:
+        raise UnsupportedOptionError(f"engine.submit does not take this request ({reason}); use generate()")
 
 
 def _is_default(

@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hfpaged.compat import decoder_only_output
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.outputs import ended_row_scores, pad_token
+from hfpaged.generation.returned_cache import returned_cache
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec

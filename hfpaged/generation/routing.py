@@ -36,7 +36,7 @@ def stock_reason(model: PreTrainedModel, call: GenerateCall, cache: object | Non
             return reason
     if "prepare_inputs_for_generation" in vars(model):
         return "prepare_inputs_for_generation replaced"
-    if rope_reach(model) is not None and call.config.max_length > rope_reach(model):
+    if rope_reach(model) is not None and call.padded_len + call.max_new_tokens > rope_reach(model):
         return "rope changes with length"
     if _has_dropout(model):
         return "dropout in train mode"

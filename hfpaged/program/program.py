@@ -59,7 +59,8 @@ class StepProgram:
 
         Args:
             model: plain modules without hooks, on the CPU, in evaluation mode.
-            num_threads: most threads of a step. Small steps use fewer.
+            num_threads: most threads of a step (`threads.usable_cpus` knows quotas). Small steps use fewer, and so does
+                a machine whose cores are busy.
             registry: counts what the fusion guards refuse.
             min_thread_seconds: work that is worth another thread; 0 always uses all.
 

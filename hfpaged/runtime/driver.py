@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -41,6 +42,7 @@ class Driver:
         self._wake = threading.Condition()
         self._commands: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
+        self._stopping = False
 
     def post(self, command: Callable[[], None]) -> None:
         """Have the stepping thread run `command` between two steps. Never blocks. Commands must not raise.
@@ -53,6 +55,8 @@ class Driver:
             self._commands.append(command)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="hfpaged-stepping", daemon=True)
+                # A thread that has used PyTorch and outlives the interpreter makes the process abort as it exits.
+                atexit.register(self._stop)
                 self._thread.start()
             else:
                 self._wake.notify()
@@ -76,14 +80,28 @@ class Driver:
         # The parent's thread does not exist here, and its lock may have been held at the fork.
         self._reset()
 
+    def _stop(self) -> None:
+        """At the exit of the process: end the thread, after the step that it is in. Requests stay where they are."""
+        if self._pid != os.getpid():
+            return
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        self._stopping = False
+
     def _run(self) -> None:
         busy = False
         while True:
             with self._wake:
-                if not busy and not self._commands:
+                if not busy and not self._commands and not self._stopping:
                     self._wake.wait(self._idle_seconds)
-                if not busy and not self._commands:
+                if self._stopping or (not busy and not self._commands):
                     self._thread = None
+                    if not self._stopping:
+                        atexit.unregister(self._stop)
                     return
                 commands, self._commands = self._commands, []
             for command in commands:

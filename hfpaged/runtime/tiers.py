@@ -16,6 +16,7 @@ from hfpaged.config import EngineConfig
 from hfpaged.errors import ConfigError
 from hfpaged.program.description import NotRecognized
 from hfpaged.program.program import StepProgram
+from hfpaged.program.threads import usable_cpus
 from hfpaged.runtime.attention.interface import AttentionBackend
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.kv_cache import KVCache
@@ -121,7 +122,9 @@ def choose_tier(
         reason = _no_program_reason(backend, state)
     if reason is None:
         try:
-            return TierChoice(ProgramTier(StepProgram.build(view.model, torch.get_num_threads()), cache), None)
+            # A container's CPU quota may be less than the cores that PyTorch counts.
+            threads = min(torch.get_num_threads(), usable_cpus())
+            return TierChoice(ProgramTier(StepProgram.build(view.model, threads), cache), None)
         except NotRecognized as error:
             reason = error.reason
     if config.tier == "program":

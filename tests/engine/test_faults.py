@@ -181,3 +181,21 @@ def test_forks_work_except_while_requests_run():
         [sys.executable, "-c", SCRIPT_HEAD + FORKS], env=with_import_paths(), capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+LEFT_AT_EXIT = {
+    "idle": "assert works()",
+    "running": 'next(iter(hfpaged.engine(model).submit(PROMPT, **{**OPTIONS, "max_new_tokens": 450})))',
+}
+
+
+@pytest.mark.parametrize("state", LEFT_AT_EXIT)
+def test_the_process_exits_cleanly_whatever_the_engine_does(state):
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT_HEAD + LEFT_AT_EXIT[state]],
+        env=with_import_paths(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr.count("Error")) == (0, 0), done.stderr

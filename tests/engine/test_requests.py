@@ -197,6 +197,9 @@ BAD_SUBMISSIONS = {
     "unknown option": ([5], {"max_new_tokenz": 3}, UnsupportedOptionError),
     "beams": ([5], {"num_beams": 2}, UnsupportedOptionError),
     "several sequences": ([5], {"num_return_sequences": 2, "do_sample": True}, UnsupportedOptionError),
+    "hidden states": ([5], {"output_hidden_states": True}, UnsupportedOptionError),
+    "no cache": ([5], {"use_cache": False}, UnsupportedOptionError),
+    "guidance": ([5], {"guidance_scale": 2.0}, UnsupportedOptionError),
     "no token": ([5], {"max_new_tokens": 0}, ValueError),
     "negative length": ([5], {"max_new_tokens": -3}, ValueError),
     "max_length": ([5, 6, 7], {"max_length": 3}, ValueError),
@@ -222,6 +225,15 @@ def test_bad_submission_is_refused_at_once_and_harms_nobody(patched, stock_text,
         engine.submit(prompt, **options)
     assert running.result(WAIT_SECONDS) == stock_text
     assert engine.stats()["prompt_tokens"] == len(PROMPT)
+
+
+def test_hooks_that_a_packed_step_would_skip_are_not_ignored(patched):
+    model, engine = patched()
+    hook = model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(UnsupportedOptionError, match="user hooks"):
+        engine.submit(PROMPT, **GREEDY)
+    hook.remove()
+    assert engine.submit(PROMPT, max_new_tokens=2, **GREEDY).result(WAIT_SECONDS)
 
 
 BAD_BATCHES = {
