@@ -133,7 +133,8 @@ class PagedGenerationMixin:
             specs = row_specs(self, call, self._row_logits_processor, steered=True)
             row_lists = [row_processors(call, spec.prompt, self._row_logits_processor) for spec in specs]
             return LockstepLoop(self, call, specs, row_lists).run()
-        handles = self._hfpaged.submit_specs(row_specs(self, call, self._row_logits_processor, lookup=lookup))
+        engine = self._hfpaged  # `unpatch` may take it away from the model while this call runs
+        handles = engine.submit_specs(row_specs(self, call, self._row_logits_processor, lookup=lookup))
         try:
             if call.options.scope is not None:
                 call.options.scope.add(handles)
@@ -142,15 +143,8 @@ class PagedGenerationMixin:
             for handle in handles:
                 handle.result()
         finally:
-            self._hfpaged.cancel(handles)
+            engine.cancel(handles)
         return generate_output(self, call, handles)
-
-    def __reduce_ex__(self, protocol: int) -> Any:
-        """Copies and pickles are of the unpatched model: an engine belongs to one live instance."""
-        function, arguments, state, *rest = super().__reduce_ex__(protocol)
-        arguments = tuple(self._hfpaged_original_class if one is type(self) else one for one in arguments)
-        state = {name: value for name, value in state.items() if name != STATE_ATTRIBUTE}
-        return (function, arguments, state, *rest)
 
 
 def _needs_lockstep(call: GenerateCall) -> bool:

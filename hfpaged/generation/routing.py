@@ -14,6 +14,7 @@ from hfpaged.compat import is_capture_hook, is_user_cache
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.returned_cache import ReturnedCache
 from hfpaged.generation.rows import mask_is_left_padding, require_no_empty_row
+from hfpaged.runtime.module_state import has_own, walk_modules
 
 # Keywords that `generate` prepares for every decoder and that the engine makes for itself.
 KNOWN_MODEL_KWARGS = frozenset({"position_ids", "logits_to_keep", "use_cache", "return_dict"})
@@ -38,6 +39,8 @@ def stock_reason(model: PreTrainedModel, call: GenerateCall, cache: object | Non
         return "prepare_inputs_for_generation replaced"
     if rope_reach(model) is not None and call.padded_len + call.max_new_tokens > rope_reach(model):
         return "rope changes with length"
+    if any(has_own(module, "forward") for module in walk_modules(model)):
+        return "forward replaced"
     if _has_dropout(model):
         return "dropout in train mode"
     if _has_user_hooks(model):

@@ -95,7 +95,8 @@ class EngineCore:
 
         Requests that still run end with `EngineReleasedError`.
         """
-        self._driver.call(self._stepper.release)
+        if self._stepper.workspaces or self._stepper.live:
+            self._driver.call(self._stepper.release)
 
     def stats(self) -> dict[str, Any]:
         """Gauges and counters by name. Cheap; consistent with each other only while nothing runs."""

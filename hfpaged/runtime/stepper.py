@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 
 import torch
 from transformers import PreTrainedModel
@@ -31,6 +31,7 @@ from hfpaged.runtime.workspace import Workspace
 from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopChecker
 from hfpaged.speculation.prompt_lookup import PromptLookup
+
 
 class Stepper:
     """The engine's state and its steps.
@@ -249,8 +250,11 @@ class Stepper:
         """Drop everything that was computed with the old weights."""
         self._counters.weight_changes += 1
         self.drop_prefixes()
+        model = self.live_model()
         for workspace in self.workspaces:
-            workspace.tier.on_weights_changed()
+            # One that is stale only finishes its requests; its shapes or dtypes may not be the weights' any more.
+            if not workspace.view.is_stale(model):
+                workspace.tier.on_weights_changed()
 
     def release(self) -> None:
         """End what runs and free the pool."""

@@ -78,7 +78,7 @@ def test_running_out_of_memory_is_an_error_of_the_request(warm):
 
 def test_only_requests_of_the_failed_step_fail(warm):
     """The one that waits for a slot was not in it."""
-    model, engine, want = warm(max_requests=1)
+    _, engine, want = warm(max_requests=1)
     with runs(engine, Faulty({1, 2})):
         with paused(engine):
             handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS]
@@ -89,7 +89,7 @@ def test_only_requests_of_the_failed_step_fail(warm):
 
 def test_a_streamer_waits_for_no_token_that_cannot_come(warm):
     """A reader in another thread sees the error in bounded time."""
-    model, engine, want = warm()
+    _, engine, want = warm()
     seen, errors = [], []
 
     def read(handle):
@@ -178,7 +178,11 @@ FORKS = textwrap.dedent(
 def test_forks_work_except_while_requests_run():
     """In a process of its own, since a fork of this one would take along whatever other tests left running."""
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT_HEAD + FORKS], env=with_import_paths(), capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT_HEAD + FORKS],
+        env=with_import_paths(),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 

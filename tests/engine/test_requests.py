@@ -93,7 +93,7 @@ def test_options_are_merged_as_in_generate(patched):
 
 
 def test_cancel_midway(patched):
-    model, engine = patched()
+    engine = patched().engine
     handle = started(engine.submit(PROMPT, **LONG))
     handle.cancel()
     engine.check()  # a step later
@@ -159,9 +159,7 @@ def test_priority_decides_who_is_preempted(patched):
     """The pool has room for one: the urgent newcomer takes the blocks of the one that runs."""
     engine = patched(num_blocks=30, prefix_caching=False).engine
     slow = started(engine.submit(PROMPT, **{**LONG, "max_new_tokens": 400}))
-    urgent = [
-        engine.submit(PROMPT, hfpaged={"priority": -1}, **{**LONG, "max_new_tokens": 200}) for _ in range(2)
-    ]
+    urgent = [engine.submit(PROMPT, hfpaged={"priority": -1}, **{**LONG, "max_new_tokens": 200}) for _ in range(2)]
     for handle in urgent:
         handle.result(WAIT_SECONDS)
     assert not slow.done
@@ -374,7 +372,7 @@ def test_salted_and_opted_out_requests_share_nothing(patched):
 
 
 def test_release_frees_and_the_next_call_builds_again(patched, stock_text):
-    model, engine = patched()
+    engine = patched().engine
     running = started(engine.submit(PROMPT, **LONG))
     waiting = engine.submit(PROMPT, **LONG)
     engine.release()

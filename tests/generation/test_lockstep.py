@@ -120,9 +120,9 @@ FAKES = {
     ),
     "RowGrammar": lambda model, eos: (fake := RowGrammar([3, 7, 5], [4, 9, 6], eos), processors(fake)),
     "PrefixGrammar": lambda model, eos: (fake := PrefixGrammar(), processors(fake)),
-    "PrefixGrammar, penalties": lambda model, eos: (
+    "PrefixGrammar and other options": lambda model, eos: (
         fake := PrefixGrammar(),
-        {**processors(fake), "repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 6},
+        {**processors(fake), "no_repeat_ngram_size": 2, "min_new_tokens": 6, "suppress_tokens": [30, 75]},
     ),
     "DoneTracker": lambda model, eos: (fake := DoneTracker(3, WIDTH, {48, 75, 32, 117}), criteria(fake)),
     "StopOneRow": lambda model, eos: (fake := StopOneRow([2, 11, 5]), criteria(fake)),

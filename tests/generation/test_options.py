@@ -58,9 +58,7 @@ OPTIONS = {
     "no_repeat_ngram_size": lambda plain, enders: {"no_repeat_ngram_size": 1},
     "encoder_repetition_penalty": lambda plain, enders: {"encoder_repetition_penalty": 3.0},
     "encoder_no_repeat_ngram_size": lambda plain, enders: {"encoder_no_repeat_ngram_size": 1},
-    "bad_words_ids": lambda plain, enders: {
-        "bad_words_ids": [texts(plain, (0, 0)), texts(plain, (2, 1), (2, 2))]
-    },
+    "bad_words_ids": lambda plain, enders: {"bad_words_ids": [texts(plain, (0, 0)), texts(plain, (2, 1), (2, 2))]},
     "min_new_tokens": lambda plain, enders: {"eos_token_id": enders, "min_new_tokens": 5},
     "forced_bos_token_id": lambda plain, enders: {"forced_bos_token_id": 9},
     "forced_eos_token_id": lambda plain, enders: {"forced_eos_token_id": EOS},
@@ -112,16 +110,12 @@ def test_max_length_leaves_all_rows_what_it_leaves_the_batch(pair, room):
 @pytest.mark.parametrize("least", [1, 4, 8])
 def test_min_length_asks_of_all_rows_what_it_asks_of_the_batch(pair, enders, least):
     common = {**GREEDY, "eos_token_id": enders}
-    assert_rows_equal_stock_alone(
-        pair, {**common, "min_length": WIDTH + least}, {**common, "min_new_tokens": least}
-    )
+    assert_rows_equal_stock_alone(pair, {**common, "min_length": WIDTH + least}, {**common, "min_new_tokens": least})
 
 
 def test_forced_end_token_comes_at_max_length(pair):
     common = {"do_sample": False, "eos_token_id": -1, "forced_eos_token_id": EOS}
-    want = assert_rows_equal_stock_alone(
-        pair, {**common, "max_length": WIDTH + 4}, {**common, "max_new_tokens": 4}
-    )
+    want = assert_rows_equal_stock_alone(pair, {**common, "max_length": WIDTH + 4}, {**common, "max_new_tokens": 4})
     assert [text[-1] for text in want] == [EOS] * len(PROMPTS)
 
 
@@ -425,9 +419,7 @@ FACTORS = {
 def pairwise(factors):
     """Choices of one level a factor, such that any two levels of any two factors meet in one of them. Greedy."""
     levels = {name: range(len(values)) for name, values in factors.items()}
-    missing = {
-        ((a, i), (b, j)) for a, b in itertools.combinations(levels, 2) for i in levels[a] for j in levels[b]
-    }
+    missing = {((a, i), (b, j)) for a, b in itertools.combinations(levels, 2) for i in levels[a] for j in levels[b]}
     while missing:
         chosen = dict(min(missing))
         for name in levels:

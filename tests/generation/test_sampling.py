@@ -31,8 +31,7 @@ def seeded(model):
     """What each prompt gives alone with its own seed."""
     with hfpaged.patched(model):
         return [
-            alone(model, prompt, hfpaged={"seed": seed}, **SAMPLE)
-            for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
+            alone(model, prompt, hfpaged={"seed": seed}, **SAMPLE) for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
         ]
 
 

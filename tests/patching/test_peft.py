@@ -62,8 +62,7 @@ def test_patched_after_the_adapter(model):
     assert type(model) is LlamaForCausalLM
 
 
-def test_model_keeps_both_texts_apart(model):
-    """The wrapped model and its wrapper are one model: the adapter is in both."""
+def test_wrapper_and_wrapped_model_give_the_same(model):
     peft_model = with_adapters(model.patch(), "red")
     assert assert_stock_text(peft_model) == assert_stock_text(model)
 

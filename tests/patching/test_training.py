@@ -16,13 +16,15 @@ from torch import nn
 import hfpaged
 
 BATCH = torch.tensor([[5, 9, 33, 71, 12, 8], [90, 2, 44, 17, 17, 3]])
+# Config fields, and arguments of `train_and_generate`.
+DROPOUT = {"attention_dropout": 0.3}
 LOOPS = {
-    "plain": {},
-    "dropout": {"attention_dropout": 0.3},
-    "checkpointing": {"checkpointing": True},
-    "checkpointing with dropout": {"checkpointing": True, "attention_dropout": 0.3},
-    "bf16 autocast": {"autocast": True},
-    "bf16 autocast around all": {"autocast": True, "autocast_generate": True},
+    "plain": ({}, {}),
+    "dropout": (DROPOUT, {}),
+    "checkpointing": ({}, {"checkpointing": True}),
+    "checkpointing with dropout": (DROPOUT, {"checkpointing": True}),
+    "bf16 autocast": ({}, {"autocast_train": True}),
+    "bf16 autocast around all": ({}, {"autocast_train": True, "autocast_generate": True}),
 }
 
 
@@ -30,7 +32,9 @@ def autocast(enabled):
     return torch.autocast("cpu", torch.bfloat16) if enabled else contextlib.nullcontext()
 
 
-def train_and_generate(model, patched, inference_mode, checkpointing=False, autocast_all=False, autocast_train=False):
+def train_and_generate(
+    model, patched, inference_mode, checkpointing=False, autocast_generate=False, autocast_train=False
+):
     """Three steps with a generate call before each: losses, gradients and final weights."""
     if patched:
         model.patch()
@@ -41,7 +45,7 @@ def train_and_generate(model, patched, inference_mode, checkpointing=False, auto
     record = []
     torch.manual_seed(0)
     for _ in range(3):
-        with torch.inference_mode() if inference_mode else torch.no_grad(), autocast(autocast_all):
+        with torch.inference_mode() if inference_mode else torch.no_grad(), autocast(autocast_generate):
             greedy(model)
         assert model.training
         with autocast(autocast_train):
@@ -54,22 +58,13 @@ def train_and_generate(model, patched, inference_mode, checkpointing=False, auto
 
 
 @pytest.mark.parametrize("inference_mode", [False, True], ids=["no_grad", "inference_mode"])
-@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
-def test_losses_gradients_and_weights_are_equal(loop, inference_mode):
-    options = dict(loop)
-    fields = {name: options.pop(name) for name in ("attention_dropout",) if name in options}
-    arguments = {
-        "inference_mode": inference_mode,
-        "checkpointing": options.get("checkpointing", False),
-        "autocast_train": options.get("autocast", False),
-        "autocast_all": options.get("autocast_generate", False),
-    }
+@pytest.mark.parametrize(("fields", "arguments"), LOOPS.values(), ids=LOOPS)
+def test_losses_gradients_and_weights_are_equal(fields, arguments, inference_mode):
     model = build_tiny("llama", num_hidden_layers=2, **fields)
-    want = train_and_generate(copy.deepcopy(model), patched=False, **arguments)
-    got = train_and_generate(model, patched=True, **arguments)
+    want = train_and_generate(copy.deepcopy(model), False, inference_mode, **arguments)
+    got = train_and_generate(model, True, inference_mode, **arguments)
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-    expected = {"dropout in train mode": 3} if fields else {}
-    assert stats(model)["fallbacks"] == expected
+    assert stats(model)["fallbacks"] == ({"dropout in train mode": 3} if fields else {})
     assert_no_inference_tensor(model)
     model.eval()
     assert_stock_text(model)

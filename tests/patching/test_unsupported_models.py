@@ -107,8 +107,8 @@ def test_forward_replaced_after_patching(model):
     texts = greedy(model.patch())
     layer = model.model.layers[1].mlp
     add_hook_to_module(layer, ModelHook())
-    with pytest.raises(UnsupportedModelError, match="forward of LlamaMLP was replaced"):
-        greedy(model)
+    assert greedy(model) == texts
+    assert hfpaged.engine(model).stats()["fallbacks"] == {"forward replaced": 1}
     remove_hook_from_module(layer)
     assert "forward" in vars(layer)
     assert greedy(model) == texts
