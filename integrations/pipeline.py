@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import TextGenerationPipeline
 
 from hfpaged.generation.call import CancelScope
-from hfpaged.patch import engine
+from hfpaged.patch import engine, is_patched
 
 
 def paged_pipeline_class(original: type[TextGenerationPipeline]) -> type[TextGenerationPipeline]:
@@ -45,6 +45,10 @@ def _get_iterator(
     Closing the iterator cancels what is in flight. `hfpaged={"progress": True}` among the generate options shows a
     progress bar.
     """
+    if not is_patched(pipe.model):
+        return pipe._hfpaged_original_class.get_iterator(
+            pipe, inputs, num_workers, batch_size, preprocess_params, forward_params, postprocess_params
+        )
     options = dict(forward_params.get("hfpaged") or {})
     progress = options.pop("progress", False)
     scope = CancelScope()

@@ -90,7 +90,9 @@ class ReturnedCache(DynamicCache):
         return model
 
 
-def returned_cache(model: PreTrainedModel, sequences: torch.LongTensor, prompt_mask: torch.Tensor | None) -> ReturnedCache:
+def returned_cache(
+    model: PreTrainedModel, sequences: torch.LongTensor, prompt_mask: torch.Tensor | None
+) -> ReturnedCache:
     """The cache of generated sequences [B, L + steps], whose prompts had the mask [B, L] (None: all ones)."""
     ids = sequences[:, :-1]
     if prompt_mask is not None:
