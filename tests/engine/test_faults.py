@@ -112,7 +112,8 @@ def test_an_unexpected_error_in_the_books_ends_everybody_and_the_engine_lives_on
     model, engine, want = warm()
     scheduler = engine._stepper.workspace.scheduler
     scheduler.plan = lambda: {}["lost"]
-    handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS]
+    with paused(engine):
+        handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS]
     for handle in handles:
         with pytest.raises(KeyError, match="lost"):
             handle.result(WAIT_SECONDS)
