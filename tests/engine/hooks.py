@@ -58,8 +58,10 @@ def paused(engine: Engine) -> Iterator[None]:
 
     Do not wait for the engine inside; a first request does, so there must have been one.
     """
-    go_on = threading.Event()
-    engine._driver.post(lambda: go_on.wait(WAIT_SECONDS))
+    has_stopped, go_on = threading.Event(), threading.Event()
+    engine._driver.post(lambda: (has_stopped.set(), go_on.wait(WAIT_SECONDS)))
+    # What is posted before the thread takes this command would be taken with it.
+    assert has_stopped.wait(WAIT_SECONDS)
     try:
         yield
     finally:
