@@ -37,7 +37,7 @@ class Engine(EngineCore):
             prompt_ids: token ids, at least one: a list, an array or a [L] tensor.
             generation_config, options: as in `generate`; merged with the model's own in the same way.
             tokenizer: needed for `stop_strings` only.
-            hfpaged: per-request options (seed, cache_salt, priority, prefix_cache).
+            hfpaged: per-request options (seed, cache_salt, priority, prefix_cache, scope).
 
         Returns:
             A handle: iterate over it for token ids, or call `result()` or `cancel()`.
@@ -49,7 +49,10 @@ class Engine(EngineCore):
         call = _single_row_call(model, token_ids(prompt_ids), generation_config, tokenizer, hfpaged, options)
         _require_engine_takes(model, call)
         specs = row_specs(model, call, model._row_logits_processor)
-        return self.submit_specs(specs)[0]
+        handles = self.submit_specs(specs)
+        if call.options.scope is not None:
+            call.options.scope.add(handles)
+        return handles[0]
 
 
 def _single_row_call(

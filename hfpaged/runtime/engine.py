@@ -13,7 +13,7 @@ from hfpaged.errors import RequestTooLargeError
 from hfpaged.runtime.driver import Driver
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
-from hfpaged.runtime.stats import EngineCounters, engine_stats
+from hfpaged.runtime.stats import EngineCounters, EngineSnapshot, engine_stats
 from hfpaged.runtime.stepper import Stepper
 
 
@@ -101,6 +101,19 @@ class EngineCore:
     def stats(self) -> dict[str, Any]:
         """Gauges and counters by name. Cheap; consistent with each other only while nothing runs."""
         return engine_stats(self.counters, list(self._stepper.workspaces))
+
+    def snapshot(self, max_blocks: int = 4096, max_requests: int = 64) -> EngineSnapshot:
+        """Which request holds which blocks, as plain data. Taken between two steps, so it waits for at most one.
+
+        Args:
+            max_blocks: blocks to tell about, the first by id; low ids are used first.
+            max_requests: requests to tell about, running ones first.
+        """
+        if not self._stepper.workspaces:
+            return EngineSnapshot(self.stats(), ())
+        return self._driver.call(
+            lambda: EngineSnapshot(self.stats(), self._stepper.snapshot_books(max_blocks, max_requests))
+        )
 
     def _require_fits(self, specs: Sequence[RequestSpec]) -> None:
         workspace = self._stepper.workspace

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from hfpaged.core.scheduler import SchedulerCounters
+from hfpaged.core.snapshot import BooksSnapshot
 from hfpaged.runtime.workspace import Workspace
 
 
@@ -35,6 +36,18 @@ class EngineCounters:
     fallbacks: Counter[str] = field(default_factory=Counter)
     weight_changes: int = 0
     failed_steps: int = 0
+
+
+class EngineSnapshot(NamedTuple):
+    """An engine between two steps.
+
+    Attributes:
+        stats: as `engine.stats()` gives them.
+        books: blocks and requests, of each workspace; empty before the first request and after a release.
+    """
+
+    stats: dict[str, Any]
+    books: tuple[BooksSnapshot, ...]
 
 
 def engine_stats(counters: EngineCounters, workspaces: Sequence[Workspace]) -> dict[str, Any]:

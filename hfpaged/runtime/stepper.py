@@ -19,6 +19,7 @@ from hfpaged.core.invariants import check as check_books
 from hfpaged.core.plan import Plan
 from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.request import Request
+from hfpaged.core.snapshot import BooksSnapshot, snapshot
 from hfpaged.errors import EngineReleasedError
 from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, sampled_rows, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
@@ -266,6 +267,10 @@ class Stepper:
         """Raise `InvariantError` if the books are inconsistent."""
         for workspace in self.workspaces:
             check_books(workspace.scheduler)
+
+    def snapshot_books(self, max_blocks: int, max_requests: int) -> tuple[BooksSnapshot, ...]:
+        """Who holds which block, in each workspace."""
+        return tuple(snapshot(workspace.scheduler, max_blocks, max_requests) for workspace in self.workspaces)
 
     def _freshen(self, spec: RequestSpec) -> None:
         """Follow what happened to the model since the last call, before requests of a new one start."""
