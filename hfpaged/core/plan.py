@@ -12,9 +12,11 @@ class PlannedRequest(NamedTuple):
         tokens: their ids.
         full_table: all blocks of the request, the first time the runner sees it or after it lost its blocks.
         first_new_index, new_blocks: what changes in a table that the runner knows: entries from this index on.
-        logits_for: how many of the last tokens need logits; 0 if the request does not catch up in this step.
+        logits_for: how many of the last tokens need logits; 0 if the request does not catch up in this step, unless
+            its prompt is scored.
         samples: ids of the requests whose next token is drawn from the last token's logits: this one, then those
             forked from it.
+        scored: how many of the rows of logits, the first ones, only score a prompt token that follows.
     """
 
     id: int
@@ -26,6 +28,7 @@ class PlannedRequest(NamedTuple):
     new_blocks: tuple[int, ...]
     logits_for: int
     samples: tuple[int, ...]
+    scored: int = 0
 
 
 class Plan(NamedTuple):

@@ -119,6 +119,7 @@ class Planner:
         table = request.blocks if held is None else held
         first_new, new_blocks = self._take_blocks(table, start, start + count)
         catches_up = start + count == len(request.tokens)
+        scored = request.scored_by(start, start + count)
         full_table = None
         if held is not None or not self._books.knows_table(request):
             full_table = (*table[:first_new], *new_blocks)
@@ -131,8 +132,9 @@ class Planner:
                 full_table,
                 first_new,
                 new_blocks,
-                request.draft_tokens + 1 if catches_up else 0,
+                scored + (request.draft_tokens + 1 if catches_up else 0),
                 (request.id, *self._books.children_of(request)) if catches_up else (),
+                scored,
             )
         )
         self._budget -= count

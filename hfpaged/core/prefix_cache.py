@@ -57,7 +57,7 @@ class PrefixCache:
     # ---- questions ----
 
     def look_up(self, request: Request, draft: PoolDraft, claimed_in_plan: dict[bytes, int]) -> PrefixHit:
-        """Blocks that `request` can share. At least one token is left to compute: its logits are needed.
+        """Blocks that `request` can share. Tokens whose logits are needed are left to compute, at least one.
 
         Args:
             draft: a block that it takes is cached no more.
@@ -66,7 +66,7 @@ class PrefixCache:
         if request.cache_root is None:
             return PrefixHit([])
         size = self._pool.block_size
-        hashes = request.block_hashes(size, (len(request.tokens) - 1) // size)
+        hashes = request.block_hashes(size, request.most_cached // size)
         blocks: list[int] = []
         for block_hash in hashes:
             block = self._pool.find(block_hash)

@@ -49,6 +49,8 @@ class Request:
         admitted: whether it has ever run.
         published: how many of its first blocks the prefix cache has seen.
         draft_tokens: how many of the last known tokens are unverified guesses.
+        score_from: first of the prompt's tokens whose logits must still be seen, to score the token behind it; None if
+            no (more) prompt token is scored.
     """
 
     id: int
@@ -63,6 +65,7 @@ class Request:
     admitted: bool = False
     published: int = 0
     draft_tokens: int = 0
+    score_from: int | None = None
     state: RequestState = RequestState.WAITING
     swapped: bool = False
     _hashes: list[bytes] = field(default_factory=list)
@@ -76,6 +79,22 @@ class Request:
     def num_uncomputed(self) -> int:
         """Known tokens still to compute."""
         return len(self.tokens) - self.computed
+
+    @property
+    def most_cached(self) -> int:
+        """How many of its first tokens may come out of the prefix cache: the logits of all others are needed."""
+        return len(self.tokens) - 1 if self.score_from is None else self.score_from
+
+    def scored_by(self, start: int, end: int) -> int:
+        """How many prompt tokens get their score when tokens [start, end) are computed."""
+        if self.score_from is None:
+            return 0
+        return max(0, min(end, self.prompt_len - 1) - max(start, self.score_from))
+
+    def on_scored(self, end: int) -> None:
+        """All tokens before `end` have been computed with the logits that were needed."""
+        if self.score_from is not None:
+            self.score_from = max(end, self.score_from) if end < self.prompt_len - 1 else None
 
     def copy(self, request_id: int) -> Request:
         """A request that knows the same tokens and holds nothing, for `Scheduler.fork`."""

@@ -285,6 +285,7 @@ class Scheduler:
         if entry.full_table is not None:
             self._known_tables.add(entry.id)
         request.computed = entry.start + entry.num_tokens
+        request.on_scored(request.computed)
         self._enqueue_all(self.prefix_cache.publish(request))
 
     def _catch_up(self, entry: PlannedRequest, sampled: Mapping[int, int | None], accepted: Mapping[int, int]) -> None:

@@ -15,8 +15,9 @@ from hfpaged.compat import pop_cache
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.runtime.handle import GenerationHandle
 
-REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache", "scope")
+REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache", "scope", "logprobs", "prompt_logprobs")
 MOST_SALT_CHARACTERS = 256
+MOST_LOGPROBS = 100
 # Arguments of the decoding loops themselves; all others go to the model's forward.
 LOOP_ARGUMENTS = frozenset({"inputs_tensor", "assistant_model", "assistant_tokenizer", "tokenizer"})
 
@@ -86,6 +87,8 @@ class RequestOptions:
         priority: lower runs first.
         prefix_cache: False neither reads nor enters the prefix cache.
         scope: lets another thread cancel the call.
+        logprobs, prompt_logprobs: of `engine.submit`: collect log-probabilities of the new tokens, of the prompt's tokens,
+            on the handle, with so many of the likeliest alternatives. None: do not.
     """
 
     seed: int | list[int] | None = None
@@ -93,6 +96,8 @@ class RequestOptions:
     priority: int = 0
     prefix_cache: bool = True
     scope: CancelScope | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     @classmethod
     def from_keyword(cls, options: Any) -> RequestOptions:
@@ -122,6 +127,10 @@ class RequestOptions:
             raise UnsupportedOptionError(f"scope must be a hfpaged.CancelScope, got {type(self.scope).__name__}")
         if not isinstance(self.prefix_cache, bool):
             raise UnsupportedOptionError(f"prefix_cache must be True or False, got {self.prefix_cache!r}")
+        for name in ("logprobs", "prompt_logprobs"):
+            count = getattr(self, name)
+            if count is not None and not (_is_int(count) and 0 <= count <= MOST_LOGPROBS):
+                raise UnsupportedOptionError(f"{name} must be an integer from 0 to {MOST_LOGPROBS}, got {count!r}")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Engine(EngineCore):
             prompt_ids: token ids, at least one: a list, an array or a [L] tensor.
             generation_config, options: as in `generate`; merged with the model's own in the same way.
             tokenizer: needed for `stop_strings` only.
-            hfpaged: per-request options (seed, cache_salt, priority, prefix_cache, scope).
+            hfpaged: per-request options, the fields of `RequestOptions`.
 
         Returns:
             A handle: iterate over it for token ids, or call `result()` or `cancel()`.

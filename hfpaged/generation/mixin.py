@@ -94,6 +94,10 @@ class PagedGenerationMixin:
     ) -> tuple[GenerateCall, str | None]:
         """The call in one object, and why stock must take it if it must. Takes `hfpaged` out of the arguments."""
         options = RequestOptions.from_keyword(arguments.pop("hfpaged", None))
+        if options.logprobs is not None or options.prompt_logprobs is not None:
+            raise UnsupportedOptionError(
+                "log-probabilities are on the handles of engine.submit; generate has output_scores and output_logits"
+            )
         call, cache = GenerateCall.of_arguments(input_ids, arguments, options)
         reason = stock_reason(self, call, cache)
         if reason is None and loop is not None:

@@ -106,6 +106,8 @@ def row_specs(
             sample_index=keys[index][1],
             keep_scores=call.keeps_scores,
             keep_logits=call.keeps_logits,
+            logprobs=call.options.logprobs,
+            prompt_logprobs=call.options.prompt_logprobs,
             steered=steered,
             lookup=lookup,
             priority=call.options.priority,

@@ -7,7 +7,7 @@ text nor its distribution depends on speculation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,6 +17,7 @@ from hfpaged.core.request import Request
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.tiers import StepOutput
+from hfpaged.sampling.logprobs import TokenLogprob, token_logprobs
 from hfpaged.sampling.sampler import Drawn, Sampler, SampleRow
 from hfpaged.speculation.prompt_lookup import PromptLookup
 
@@ -44,6 +45,7 @@ class Outcome:
     Attributes:
         tokens: the tokens it gets: its accepted drafts, then one more. Empty with an error.
         scores, logits: of each token, as in `Drawn`.
+        logprobs: of each token, or nothing.
         error: why nothing could be drawn.
     """
 
@@ -51,6 +53,7 @@ class Outcome:
     tokens: list[int]
     scores: list[torch.Tensor | None] = field(default_factory=list)
     logits: list[torch.Tensor | None] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     error: Exception | None = None
 
 
@@ -58,7 +61,7 @@ def sampled_rows(plan: Plan) -> Iterator[tuple[range, int]]:
     """(rows of the step's logits, request id) of every request that catches up: a parent and its forks share rows."""
     first = 0
     for entry in plan.entries:
-        rows = range(first, first + entry.logits_for)
+        rows = range(first + entry.scored, first + entry.logits_for)
         first = rows.stop
         for request_id in entry.samples:
             yield rows, request_id
@@ -66,8 +69,24 @@ def sampled_rows(plan: Plan) -> Iterator[tuple[range, int]]:
 
 def wants_logits(plan: Plan, live: Mapping[int, LiveRequest]) -> bool:
     """Whether any token of the step is more than the argmax of its logits."""
+    if any(entry.scored for entry in plan.entries):
+        return True
     requests = (live[request_id] for _, request_id in sampled_rows(plan))
-    return any(request.spec.steered or not request.row.is_argmax for request in requests)
+    return any(one.spec.steered or one.spec.logprobs is not None or not one.row.is_argmax for one in requests)
+
+
+def score_prompts(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput) -> dict[int, list[TokenLogprob]]:
+    """Log-probabilities of the prompt tokens that the step scored, in order, by request id."""
+    found, first = {}, 0
+    for entry in plan.entries:
+        if entry.scored:
+            one = live[entry.id]
+            after = entry.start + entry.num_tokens - entry.logits_for + 1
+            tokens = one.request.tokens[after : after + entry.scored]
+            top = [one.spec.prompt_logprobs] * entry.scored
+            found[entry.id] = token_logprobs(output.logits[first : first + entry.scored], tokens, top)
+        first += entry.logits_for
+    return found
 
 
 def draw_tokens(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput, sampler: Sampler) -> list[Outcome]:
@@ -84,7 +103,23 @@ def draw_tokens(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput,
     for one, rows in requests:
         outcomes.append(_outcome(one, drawn, range(first, first + len(rows))))
         first += len(rows)
+    _add_logprobs(outcomes, [rows for _, rows in requests], output)
     return outcomes
+
+
+def _add_logprobs(outcomes: Sequence[Outcome], rows: Sequence[range], output: StepOutput) -> None:
+    """Score the new tokens of those that asked for it, all together."""
+    wanted = [
+        (outcome, row, token)
+        for outcome, its_rows in zip(outcomes, rows, strict=True)
+        if outcome.live.spec.logprobs is not None
+        for row, token in zip(its_rows, outcome.tokens, strict=False)
+    ]
+    if wanted:
+        takers, indices, tokens = zip(*wanted, strict=True)
+        top = [outcome.live.spec.logprobs for outcome in takers]
+        for outcome, logprob in zip(takers, token_logprobs(output.logits[list(indices)], tokens, top), strict=True):
+            outcome.logprobs.append(logprob)
 
 
 def _sample_rows(live: LiveRequest, count: int) -> Iterable[SampleRow]:

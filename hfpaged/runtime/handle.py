@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import torch
 
 from hfpaged.errors import RequestCancelled
+from hfpaged.sampling.logprobs import TokenLogprob
 
 
 class GenerationHandle:
@@ -20,6 +21,9 @@ class GenerationHandle:
         tokens: new token ids so far. Grows; read it freely.
         scores: processed scores a token, fp32 [V] each; only if asked for.
         logits: raw logits a token, fp32 [V] each; only if asked for.
+        logprobs: a `TokenLogprob` a new token, there as soon as the token is; only if asked for.
+        prompt_logprobs: a `TokenLogprob` a token of the prompt, and None for the first, which nothing comes before;
+            complete when the first new token is there; only if asked for.
         finish_reason: None while running, then "stop" (end of sequence, stop string or another criterion), "length",
             "cancelled" or "error".
     """
@@ -30,6 +34,8 @@ class GenerationHandle:
         self.tokens: list[int] = []
         self.scores: list[torch.Tensor] = []
         self.logits: list[torch.Tensor] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: list[TokenLogprob | None] = []
         self.finish_reason: str | None = None
         self._error: BaseException | None = None
         self._on_cancel = on_cancel
@@ -102,13 +108,25 @@ class GenerationHandle:
 
     # ---- for the stepping thread ----
 
-    def push(self, token: int, scores: torch.Tensor | None = None, logits: torch.Tensor | None = None) -> None:
+    def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob | None]) -> None:
+        """More of the prompt's tokens were scored."""
+        self.prompt_logprobs += logprobs
+
+    def push(
+        self,
+        token: int,
+        scores: torch.Tensor | None = None,
+        logits: torch.Tensor | None = None,
+        logprob: TokenLogprob | None = None,
+    ) -> None:
         """A token was drawn."""
         with self._changed:
             if scores is not None:
                 self.scores.append(scores)
             if logits is not None:
                 self.logits.append(logits)
+            if logprob is not None:
+                self.logprobs.append(logprob)
             self.tokens.append(token)
             self._notify()
 

@@ -29,6 +29,8 @@ class RequestSpec:
         do_sample: draw from the distribution, or take the most likely token.
         seed, sample_index: key of the row's random numbers, with the position.
         keep_scores, keep_logits: collect processed scores, raw logits on the handle.
+        logprobs, prompt_logprobs: collect log-probabilities of new tokens, of the prompt's tokens, on the handle, with so
+            many of the likeliest alternatives.
         lookup: guess tokens ahead, if the row `may_speculate`.
         steered: the caller gets the logits and feeds the tokens (`processors`, `stop` and sampling are then its own).
         logits_for: of a steered request, how many of the prompt's last tokens it wants logits for.
@@ -49,6 +51,8 @@ class RequestSpec:
     sample_index: int = 0
     keep_scores: bool = False
     keep_logits: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     lookup: LookupOptions | None = None
     steered: bool = False
     logits_for: int = 1

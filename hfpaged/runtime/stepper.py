@@ -21,7 +21,7 @@ from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.request import Request
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
 from hfpaged.errors import EngineReleasedError
-from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, sampled_rows, wants_logits
+from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, sampled_rows, score_prompts, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.stats import EngineCounters
@@ -162,11 +162,14 @@ class Stepper:
             output = workspace.runner.run(plan, wants_logits(plan, self.live))
             ran = time.perf_counter()
             outcomes = draw_tokens(plan, self.live, output, self._sampler)
+            prompt_logprobs = score_prompts(plan, self.live, output)
         except Exception as error:
             self._on_failed_step(workspace, plan, error)
             return True
         self._failed_once.discard(workspace)
         self._commit(workspace, plan, output, outcomes)
+        for request_id, logprobs in prompt_logprobs.items():
+            self.live[request_id].handle.add_prompt_logprobs(logprobs)
         self._deliver(outcomes)
         times = self._counters.times
         times.steps += 1
@@ -219,6 +222,7 @@ class Stepper:
                     token,
                     outcome.scores[index] if live.spec.keep_scores else None,
                     outcome.logits[index] if live.spec.keep_logits else None,
+                    outcome.logprobs[index] if outcome.logprobs else None,
                 )
             if has_ended:
                 self.end([live.handle], "length" if len(live.request.tokens) >= live.spec.max_tokens else "stop")
@@ -312,6 +316,9 @@ class Stepper:
             cache_root=root,
             draft_tokens=spec.logits_for - 1,
         )
+        if spec.prompt_logprobs is not None:
+            handle.add_prompt_logprobs([None])
+            request.score_from = 0 if len(spec.prompt) > 1 else None
         parent = None if spec.fork_of is None else siblings[spec.fork_of].request_id
         self.workspace.scheduler.add(request, fork_of=parent)
         row = SampleRow(
