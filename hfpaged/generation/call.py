@@ -87,7 +87,7 @@ class RequestOptions:
         priority: lower runs first.
         prefix_cache: False neither reads nor enters the prefix cache.
         scope: lets another thread cancel the call.
-        logprobs, prompt_logprobs: of `engine.submit`: collect log-probabilities of the new tokens, of the prompt's tokens,
+        logprobs, prompt_logprobs: of `engine.submit`: collect log-probabilities of the new tokens, of the prompt,
             on the handle, with so many of the likeliest alternatives. None: do not.
     """
 

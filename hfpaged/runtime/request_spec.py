@@ -29,7 +29,7 @@ class RequestSpec:
         do_sample: draw from the distribution, or take the most likely token.
         seed, sample_index: key of the row's random numbers, with the position.
         keep_scores, keep_logits: collect processed scores, raw logits on the handle.
-        logprobs, prompt_logprobs: collect log-probabilities of new tokens, of the prompt's tokens, on the handle, with so
+        logprobs, prompt_logprobs: collect log-probabilities of new tokens, of the prompt, on the handle, with so
             many of the likeliest alternatives.
         lookup: guess tokens ahead, if the row `may_speculate`.
         steered: the caller gets the logits and feeds the tokens (`processors`, `stop` and sampling are then its own).

@@ -1,4 +1,4 @@
-"""Log-probabilities through engine.submit: those of the whole text in float64, whatever the engine did to compute it."""
+"""Log-probabilities through engine.submit: those of the text in float64, whatever the engine did to compute it."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_bad_numbers_are_refused(reference, options):
 
 def test_generate_says_where_they_are(reference):
     with hfpaged.patched(reference.model) as model:
-        with pytest.raises(UnsupportedOptionError, match="handles of engine.submit"):
+        with pytest.raises(UnsupportedOptionError, match="on the handles"):
             model.generate(torch.tensor([PROMPTS[2]]), max_new_tokens=2, hfpaged={"logprobs": 1})
 
 
