@@ -10,7 +10,7 @@ from hfpaged.errors import ConfigError
 PREEMPTION = ("auto", "swap", "recompute")
 WEIGHTS = ("watch", "frozen")
 ON_UNSUPPORTED = ("raise", "stock")
-TIERS = ("auto", "program", "modules")
+TIERS = ("auto", "program", "leaves", "modules")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,9 @@ class EngineConfig:
         release_after_call: free the KV pool as soon as no request is running (training loops).
         on_unsupported: what `generate` does with a call the engine cannot take for a reason of the model's
             own making: "stock" runs Transformers' own code, counted in `engine.stats()`; "raise" says so.
-        tier: how a step is executed: "program" compiles the decoder into one native program (CPU), "modules" runs the
-            model's own forward around paged attention, "auto" takes the program where the model allows it.
+        tier: how a step is executed: "program" compiles the decoder into one native program (CPU), "leaves" runs the
+            model's own layers with native linear modules, norms, MLPs and attention (CPU), "modules" runs the model's
+            own forward around paged attention, "auto" takes the first of these that the model allows.
     """
 
     block_size: int = 16
@@ -47,7 +48,7 @@ class EngineConfig:
     weights: Literal["watch", "frozen"] = "watch"
     release_after_call: bool = False
     on_unsupported: Literal["raise", "stock"] = "stock"
-    tier: Literal["auto", "program", "modules"] = "auto"
+    tier: Literal["auto", "program", "leaves", "modules"] = "auto"
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_requests"):

@@ -71,11 +71,12 @@ def engine_stats(counters: EngineCounters, workspaces: Sequence[Workspace]) -> d
 
 def _description(workspace: Workspace | None) -> dict[str, Any]:
     if workspace is None:
-        return {"backend": None, "tier": None, "tier_reason": None, "block_size": 0}
+        return {"backend": None, "tier": None, "tier_reason": None, "tier_refusals": {}, "block_size": 0}
     return {
         "backend": workspace.backend.name,
         "tier": workspace.tier.name,
         "tier_reason": workspace.tier_reason,
+        "tier_refusals": workspace.tier.refusals(),
         "block_size": workspace.pool.block_size,
     }
 

@@ -6,6 +6,8 @@ is registered under that name: Transformers then builds no mask at all, and the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +65,15 @@ class StepContext:
     def unbind(self) -> None:
         """Drop the references to keys and values (the pool is being released)."""
         self.backend, self.layers, self.seen = None, {}, []
+
+    @contextmanager
+    def attending_by(self, backend: AttentionBackend) -> Iterator[None]:
+        """Have another backend attend meanwhile. It is given the layers that are bound, which it need not use."""
+        own, self.backend = self.backend, backend
+        try:
+            yield
+        finally:
+            self.backend = own
 
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams

@@ -1,29 +1,23 @@
 """How a step's forward is executed: by the model's own module code, or as one native program made from it.
 
-Both read the same batch and the same KV pool, and give the same logits up to rounding.
+A third way, in between, is in leaf_tier.py. All read the same batch and the same KV pool, and give the same logits up
+to rounding.
 """
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from hfpaged.config import EngineConfig
-from hfpaged.errors import ConfigError
-from hfpaged.program.description import NotRecognized
 from hfpaged.program.program import StepProgram
-from hfpaged.program.threads import usable_cpus
 from hfpaged.runtime.attention.interface import AttentionBackend
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.runtime.view import EngineView
-
-logger = logging.getLogger(__name__)
 
 
 class StepOutput(NamedTuple):
@@ -50,6 +44,10 @@ class Tier(ABC):
     @abstractmethod
     def on_weights_changed(self) -> None:
         """Forget everything made from the old weights."""
+
+    def refusals(self) -> dict[str, int]:
+        """How many modules could have run natively but keep their own forward, by reason."""
+        return {}
 
 
 class ModuleTier(Tier):
@@ -100,42 +98,3 @@ class ProgramTier(Tier):
 
     def on_weights_changed(self) -> None:
         self._program.repack()
-
-
-class TierChoice(NamedTuple):
-    """The tier in use, and why not the faster one."""
-
-    tier: Tier
-    reason: str | None
-
-
-def choose_tier(
-    config: EngineConfig, view: EngineView, backend: AttentionBackend, cache: KVCache, state: ThreadState
-) -> TierChoice:
-    """The fastest tier that can run the model, or the one that `config.tier` names.
-
-    Raises:
-        ConfigError: the named tier cannot run this model; the message says why.
-    """
-    reason = "it was asked for" if config.tier == "modules" else None
-    if reason is None:
-        reason = _no_program_reason(backend, state)
-    if reason is None:
-        try:
-            # A container's CPU quota may be less than the cores that PyTorch counts.
-            threads = min(torch.get_num_threads(), usable_cpus())
-            return TierChoice(ProgramTier(StepProgram.build(view.model, threads), cache), None)
-        except NotRecognized as error:
-            reason = error.reason
-    if config.tier == "program":
-        raise ConfigError(f"tier='program' cannot run this model: {reason}")
-    logger.info("hfpaged runs %s by its modules: %s", type(view.model).__name__, reason)
-    return TierChoice(ModuleTier(view, backend, state), reason)
-
-
-def _no_program_reason(backend: AttentionBackend, state: ThreadState) -> str | None:
-    if backend.name != "native":
-        return f"the attention backend is {backend.name}, not native"
-    if state.autocast_dtype is not None:
-        return "autocast is on"
-    return None

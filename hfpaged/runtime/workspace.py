@@ -18,7 +18,7 @@ from hfpaged.runtime.block_store import HostBlockStore
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.runner import Runner, probe_layers
 from hfpaged.runtime.thread_state import ThreadState
-from hfpaged.runtime.tiers import choose_tier
+from hfpaged.runtime.tier_choice import choose_tier
 from hfpaged.runtime.view import EngineView
 
 GIB = 1 << 30

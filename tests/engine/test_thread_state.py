@@ -64,7 +64,7 @@ def train_step(model):
     return loss, [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("tier", ["auto", "modules"])
+@pytest.mark.parametrize("tier", ["auto", "leaves", "modules"])
 def test_inference_mode_leaves_nothing_behind(patched, tier):
     model, engine = patched(tier=tier)
     with torch.inference_mode():

@@ -37,7 +37,7 @@ def wait_until(condition, seconds=10.0):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("tier", ["auto", "modules"])
+@pytest.mark.parametrize("tier", ["auto", "leaves", "modules"])
 def test_a_dropped_model_is_freed_at_once(no_collector, tier):
     model = build_tiny("llama", num_hidden_layers=2).patch(tier=tier)
     greedy(model)

@@ -17,7 +17,7 @@ from torch import nn
 
 import hfpaged
 
-TIERS = ("auto", "modules")
+TIERS = ("auto", "leaves", "modules")
 tiers = pytest.mark.parametrize("tier", TIERS)
 
 
@@ -117,7 +117,9 @@ CHANGES = {
 UNSEEN = ("AdamW fused", "data +=", "ctypes")
 
 
-@pytest.mark.parametrize(("name", "tier"), [*((name, "auto") for name in CHANGES), *((n, "modules") for n in UNSEEN)])
+@pytest.mark.parametrize(
+    ("name", "tier"), [*((name, "auto") for name in CHANGES), *((n, tier) for n in UNSEEN for tier in TIERS[1:])]
+)
 def test_change(model, name, tier):
     before = warm_up(model.patch(tier=tier))
     cached, changes = stats(model)["cached_prompt_tokens"], stats(model)["weight_changes"]

@@ -1,0 +1,133 @@
+"""Compares leaves with the modules that they stand for, in a forward of the model in which both run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpaged.program.trace import Trace
+from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward
+from hfpaged.runtime.leaves.reference_attention import ReferenceAttention
+from hfpaged.runtime.step import StepContext
+
+# Root mean square of a row's difference, relative to that of the row.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+# Beyond the activations of the forward: what clamps large numbers must show.
+_LOUDNESS = 30.0
+_ROWS = 5
+_FAR = 1 << 17
+
+
+class LeafComparison:
+    """Runs the forward of a trace again, once with every leaf beside its module's own forward.
+
+    The module's result goes on, so that one wrong leaf does not spoil the input of the next.
+    """
+
+    def __init__(self, model: PreTrainedModel, step: StepContext, trace: Trace):
+        self._model, self._step, self._trace = model, step, trace
+        self._attention = ReferenceAttention()
+        self._differing: dict[nn.Module, str] = {}
+        self._compared: set[nn.Module] = set()
+
+    def differing(self, leaves: Sequence[Leaf]) -> dict[nn.Module, str]:
+        """Modules whose native results are not their own, and in what way.
+
+        Those that the forward does not reach are given random numbers.
+        """
+        self._differing, self._compared = {}, set()
+        pairs = [
+            (module, own_forward(module), leaf.forwards()[name])
+            for leaf in leaves
+            for name, module in leaf.modules.items()
+        ]
+        with torch.inference_mode(False), torch.no_grad(), self._step.attending_by(self._attention):
+            with _forwards({module: self._both(module, own, native) for module, own, native in pairs}):
+                tokens, positions = self._trace.token_ids[None], self._positions()[None]
+                self._model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+            for module, own, native in pairs:
+                if module not in self._compared:
+                    self._both(module, own, native)(_random_rows(module))
+        return self._differing
+
+    def _positions(self) -> torch.Tensor:
+        """Those of the trace, but the later half the last that the model knows: some scale by the distance."""
+        positions = self._trace.positions.clone()
+        last = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or _FAR
+        half = len(positions) // 2
+        if last >= len(positions):
+            positions[-half:] = torch.arange(last - half, last)
+        return positions
+
+    def _both(self, module: nn.Module, own: Forward, native: Forward) -> Forward:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._compared.add(module)
+            expected, states = self._run(own, args, kwargs)
+            got, native_states = self._run(native, args, kwargs)
+            self._require_equal(module, [got, *native_states], [expected, *states])
+            args, kwargs = _louder(args, kwargs)
+            loud, states = self._run(own, args, kwargs)
+            got, native_states = self._run(native, args, kwargs)
+            # Attention over loud keys is a choice of one of them, where rounding decides between near ones.
+            self._require_equal(module, native_states or [got], states or [loud])
+            return expected
+
+        return forward
+
+    def _run(self, forward: Forward, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, list[torch.Tensor]]:
+        """The result, and the queries, keys and values that were attended to, if any were."""
+        self._attention.take()
+        return forward(*args, **kwargs), self._attention.take()
+
+    def _require_equal(self, module: nn.Module, got: Sequence[Any], expected: Sequence[Any]) -> None:
+        for one, other in zip(got, expected, strict=True):
+            reason = _difference(one, other)
+            if reason is not None:
+                self._differing[module] = f"{type(module).__name__} computes {reason}"
+
+
+@contextmanager
+def _forwards(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
+    for module, forward in forwards.items():
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module in forwards:
+            del vars(module)["forward"]
+
+
+def _random_rows(module: nn.Module) -> torch.Tensor:
+    weight = module.weight
+    rows = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
+    return rows.to(weight.dtype)
+
+
+def _louder(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with the activations, which are the first floating-point tensor, multiplied."""
+    values = [*args, *kwargs.values()]
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            values[index] = value * _LOUDNESS
+            break
+    return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+def _difference(got: Any, expected: Any) -> str | None:
+    """What distinguishes two results: tensors, or tuples of a tensor and Nones. None: rounding at most."""
+    if isinstance(expected, tuple):
+        if not isinstance(got, tuple) or got[1:] != expected[1:]:
+            return "another kind of result"
+        return _difference(got[0], expected[0])
+    if got.dtype != expected.dtype or got.shape != expected.shape:
+        return f"{got.dtype} {tuple(got.shape)} instead of {expected.dtype} {tuple(expected.shape)}"
+    got, expected, tolerance = got.float(), expected.float(), _TOLERANCE[expected.dtype]
+    # Loud numbers leave the range of fp16.
+    rows = expected.isfinite().all(-1)
+    error, size = ((part[rows].square().mean(-1).sqrt()) for part in (got - expected, expected))
+    return None if bool((error <= tolerance * size + 1e-30).all()) else "other numbers"

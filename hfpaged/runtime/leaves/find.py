@@ -1,0 +1,162 @@
+"""Finds the modules of a view that can be leaves, in one traced forward of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpaged.fusion.registry import FusionRefused
+from hfpaged.program.description import Linear, NotRecognized
+from hfpaged.program.norms import identify_norm
+from hfpaged.program.recognize_attention import recognize_attention
+from hfpaged.program.recognize_mlp import recognize_mlp
+from hfpaged.program.trace import AttentionCall, ModuleCall, Trace, same_memory
+from hfpaged.runtime.leaves.admission import LeafGate
+from hfpaged.runtime.leaves.angles import Angles
+from hfpaged.runtime.leaves.attention_leaf import AttentionLeaf
+from hfpaged.runtime.leaves.head_leaf import HeadLeaf
+from hfpaged.runtime.leaves.kernels import LeafKernels
+from hfpaged.runtime.leaves.leaf import Leaf
+from hfpaged.runtime.leaves.linear_leaf import LinearLeaf
+from hfpaged.runtime.leaves.mlp_leaf import MlpLeaf
+from hfpaged.runtime.leaves.norm_leaf import NormLeaf
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+
+
+class LeafFinder:
+    """Builds the leaves of `model`, the largest first: attention layers and MLPs, then what these do not cover.
+
+    Attributes:
+        refusals: how many modules keep their own forward, by "kind: reason".
+    """
+
+    def __init__(self, model: PreTrainedModel, trace: Trace, gate: LeafGate, kernels: LeafKernels, angles: Angles):
+        self.refusals: Counter[str] = Counter()
+        self._model, self._trace = model, trace
+        self._gate, self._kernels, self._angles = gate, kernels, angles
+        self._names = {module: name for name, module in model.named_modules()}
+        self._calls: dict[nn.Module, list[ModuleCall]] = defaultdict(list)
+        self._order = {id(call): index for index, call in enumerate(trace.calls)}
+        for call in trace.calls:
+            self._calls[call.module].append(call)
+        self._covered: set[nn.Module] = set()
+        self._leaves: list[Leaf] = []
+
+    def find(self, excluded: Iterable[nn.Module]) -> list[Leaf]:
+        """All leaves but those of `excluded` modules, whose parts may be leaves nevertheless."""
+        excluded, self._covered, self._leaves = set(excluded), set(), []
+        for call in self._trace.attention:
+            if call.module not in excluded:
+                self._try("attention", lambda call=call: self._attention(call))
+        for module in self._model.modules():
+            inner = self._mlp_calls(module)
+            if inner and module not in self._covered | excluded:
+                self._try("mlp", lambda module=module, inner=inner: self._mlp(module, inner))
+        self._covered |= excluded
+        for module in self._names:
+            if module not in self._covered and self._may_be_norm(module):
+                self._try("norm", lambda module=module: self._norm(module))
+        self._find_head()
+        for group in self._linear_groups():
+            self._try("linear", lambda group=group: LinearLeaf(group, self._gate, self._kernels))
+        return self._leaves
+
+    def _try(self, kind: str, build: Callable[[], Leaf]) -> None:
+        """Add a leaf. Whatever goes wrong, its modules run as they are."""
+        try:
+            leaf = build()
+        except (FusionRefused, NotRecognized) as refused:
+            self.refuse(kind, refused.reason)
+        except Exception as error:
+            self.refuse(kind, f"{type(error).__name__}: {error}")
+        else:
+            self._leaves.append(leaf)
+            for module in leaf.modules.values():
+                self._covered.update(module.modules())
+
+    def refuse(self, kind: str, reason: str) -> None:
+        """Count a module that stays as it is; those of all layers together."""
+        self.refusals[f"{kind}: {re.sub(r'[.][0-9]+[.]', '.*.', reason)}"] += 1
+
+    def _attention(self, traced: AttentionCall) -> Leaf:
+        attention = recognize_attention(self._trace, traced)
+        linears = (attention.query, attention.key, attention.value, attention.output)
+        norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
+        parts = [attention.module] if attention.sinks else []
+        self._require_no_more(attention.module, [*parts, *(part.module for part in (*linears, *norms))])
+        call = self._calls[attention.module][0]
+        return AttentionLeaf(attention, call, self._gate, self._kernels, self._angles)
+
+    def _mlp_calls(self, module: nn.Module) -> list[ModuleCall] | None:
+        """Calls of the two or three linear modules right below `module`, in order, if it may be an MLP."""
+        calls = [call for child in module.children() if type(child) is nn.Linear for call in self._calls[child]]
+        if len(self._calls[module]) != 1 or len(calls) not in (2, 3):
+            return None
+        own = self._calls[module][0]
+        calls.sort(key=lambda call: self._order[id(call)])
+        whole = same_memory(calls[0].input, own.input) and same_memory(calls[-1].result, own.result)
+        return calls if whole and len(own.args) == 1 and not own.kwargs else None
+
+    def _mlp(self, module: nn.Module, inner: list[ModuleCall]) -> Leaf:
+        self._require_no_more(module, [call.module for call in inner])
+        mlp = recognize_mlp(type(module).__name__, inner)
+        return MlpLeaf(self._names[module], module, mlp, self._gate, self._kernels)
+
+    def _may_be_norm(self, module: nn.Module) -> bool:
+        calls = self._calls[module]
+        if not calls or not any(hasattr(module, name) for name in _EPSILONS) or next(module.children(), None):
+            return False
+        return all(len(call.args) == 1 and not call.kwargs and call.input is call.args[0] for call in calls)
+
+    def _norm(self, module: nn.Module) -> Leaf:
+        kinds = {(call.input.shape[-1], call.input.dtype) for call in self._calls[module]}
+        if len(kinds) > 1:
+            raise NotRecognized(f"{type(module).__name__} is given rows of different widths or dtypes")
+        width, dtype = kinds.pop()
+        norm = identify_norm(module, width, dtype)
+        return NormLeaf(self._names[module], norm, dtype, self._gate, self._kernels)
+
+    def _find_head(self) -> None:
+        """The head has a native argmax where its output is the logits, or a cast of them."""
+        head = self._model.get_output_embeddings()
+        calls = self._calls[head]
+        if type(head) is not nn.Linear or len(calls) != 1 or head in self._covered:
+            return
+        logits = self._trace.logits
+        if torch.equal(calls[0].result.reshape(logits.shape).to(logits.dtype), logits):
+            self._try("head", lambda: HeadLeaf(self._names[head], head, self._gate, self._kernels))
+
+    def _linear_groups(self) -> Iterator[dict[str, nn.Linear]]:
+        """Linear modules that no other leaf covers, with those that were given the same tensor."""
+        groups: dict[object, dict[str, nn.Linear]] = defaultdict(dict)
+        for module, name in self._names.items():
+            if module in self._covered or not isinstance(module, nn.Linear):
+                continue
+            if type(module) is not nn.Linear:
+                self.refuse("linear", f"it is a {type(module).__name__}")
+            elif self._is_admitted(module):
+                calls = self._calls[module]
+                shared = len(calls) == 1 and len(calls[0].args) == 1
+                key = (id(calls[0].args[0]), module.weight.dtype) if shared else module
+                groups[key][name] = module
+        yield from groups.values()
+
+    def _is_admitted(self, module: nn.Linear) -> bool:
+        try:
+            self._gate.linear(Linear(module))
+        except FusionRefused as refused:
+            self.refuse("linear", refused.reason)
+            return False
+        return True
+
+    def _require_no_more(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
+        """Refuse a module with parameters beside those of `parts`: its description may not be all of it."""
+        known = {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
+        if not known.issuperset(id(parameter) for parameter in module.parameters()):
+            raise NotRecognized(f"{type(module).__name__} has more parameters than were recognized")

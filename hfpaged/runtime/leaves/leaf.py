@@ -1,0 +1,52 @@
+"""Leaf: a module of an engine view, or several, with a native forward."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+Forward = Callable[..., Any]
+
+
+class Leaf(ABC):
+    """Native forwards of modules, which compute from packed copies of the modules' weights.
+
+    Attributes:
+        kind: what the modules are, in a word.
+        modules: by their names in the view.
+    """
+
+    kind: str
+
+    def __init__(self, modules: Mapping[str, nn.Module]):
+        self.modules = dict(modules)
+
+    @abstractmethod
+    def forwards(self) -> dict[str, Forward]:
+        """By name, the function that stands for each module's own forward and gives the same results.
+
+        Input that the kernels do not take (of another dtype) it hands on to the module's own forward.
+        """
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Take over the present weights of the modules.
+
+        Raises:
+            FusionRefused: a guard does not admit a module any more.
+            NotRecognized: a weight changed its shape, dtype or device.
+        """
+
+
+def own_forward(module: nn.Module) -> Forward:
+    """The forward of the module's class, whatever was put in its place on the instance."""
+    return type(module).forward.__get__(module)
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """`x` as the kernels read it."""
+    return x if x.is_contiguous() else x.contiguous()

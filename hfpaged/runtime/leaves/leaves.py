@@ -1,0 +1,95 @@
+"""Leaves: the modules of an engine view that run natively, found, checked and put in their places."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from hfpaged.fusion.registry import FusionRegistry
+from hfpaged.program.description import NotRecognized
+from hfpaged.program.trace import Trace, trace_forward
+from hfpaged.runtime.leaves.admission import LeafGate
+from hfpaged.runtime.leaves.angles import Angles
+from hfpaged.runtime.leaves.compare import LeafComparison
+from hfpaged.runtime.leaves.find import LeafFinder
+from hfpaged.runtime.leaves.head_leaf import HeadLeaf
+from hfpaged.runtime.leaves.kernels import LeafKernels
+from hfpaged.runtime.leaves.leaf import Forward, Leaf
+from hfpaged.runtime.view import EngineView
+
+
+class Leaves:
+    """Native forwards in the `__dict__` of modules of one view, until this object is dropped.
+
+    Attributes:
+        kernels: says how many threads the leaves may use.
+        angles: wants to know when a step is over.
+        head: the leaf that gives the logits, if there is one.
+        native: number of modules that have a native forward, by kind.
+        refusals: number of modules that could have had one, by "kind: reason".
+    """
+
+    def __init__(self, view: EngineView):
+        """Find the leaves of `view`, whose step must be bound, pack their weights and compare them with the modules.
+
+        Raises:
+            NotRecognized: there are none, or the forward of a few random tokens fails.
+        """
+        for module in view.model.modules():
+            # Of earlier leaves that something holds on to, the traceback of a failed step perhaps.
+            vars(module).pop("forward", None)
+        self.kernels = LeafKernels()
+        self.angles = Angles()
+        trace = trace_forward(view.model)
+        finder = LeafFinder(view.model, trace, LeafGate(FusionRegistry()), self.kernels, self.angles)
+        self._leaves = self._find_equal(view, finder, trace)
+        if not self._leaves:
+            raise NotRecognized("none of its modules can run natively")
+        self.head = next((leaf for leaf in self._leaves if isinstance(leaf, HeadLeaf)), None)
+        self.native = Counter(leaf.kind for leaf in self._leaves for _ in leaf.modules)
+        self.refusals = finder.refusals
+        self._install()
+
+    def refresh(self) -> None:
+        """Take over the present weights of all modules.
+
+        Raises:
+            FusionRefused, NotRecognized: a module cannot be a leaf any more. The leaves must be found anew.
+        """
+        for leaf in self._leaves:
+            leaf.refresh()
+
+    def _find_equal(self, view: EngineView, finder: LeafFinder, trace: Trace) -> list[Leaf]:
+        """Leaves whose results are those of their modules. The parts of one that differs may be leaves themselves."""
+        comparison = LeafComparison(view.model, view.step, trace)
+        differing: dict[nn.Module, str] = {}
+        while True:
+            finder.refusals.clear()
+            leaves = finder.find(differing)
+            found = comparison.differing(leaves)
+            self.angles.forget()
+            if not found:
+                break
+            differing |= found
+        for reason in differing.values():
+            finder.refuse("differs", reason)
+        return leaves
+
+    def _install(self) -> None:
+        places = []
+        for leaf in self._leaves:
+            for name, forward in leaf.forwards().items():
+                places.append((vars(leaf.modules[name]), forward))
+                places[-1][0]["forward"] = forward
+        # A forward refers to its module. Taking it away ends the cycle, and leaves the view as it was.
+        weakref.finalize(self, _take_away, places).atexit = False
+
+
+def _take_away(places: Iterable[tuple[dict[str, Any], Forward]]) -> None:
+    for attributes, forward in places:
+        if attributes.get("forward") is forward:
+            del attributes["forward"]

@@ -1,0 +1,69 @@
+"""Linear modules as leaves: one alone, or several that read the same tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from hfpaged.program.description import Linear
+from hfpaged.runtime.leaves.admission import LeafGate
+from hfpaged.runtime.leaves.kernels import LeafKernels
+from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
+from hfpaged.runtime.leaves.linears import Linears
+
+
+class LinearLeaf(Leaf):
+    """`nn.Linear` modules of one width and dtype.
+
+    Of several, the first that is called computes what the others are going to return. That is safe whatever they are:
+    they return it only for the very tensor it was computed from, if that was not written to since, and only once.
+    """
+
+    kind = "linear"
+
+    def __init__(self, modules: Mapping[str, nn.Linear], gate: LeafGate, kernels: LeafKernels):
+        super().__init__(modules)
+        self._gate = gate
+        self._descriptions = [Linear(module) for module in modules.values()]
+        self._admit()
+        self._linears = Linears(kernels, self._descriptions)
+        self._own = [own_forward(module) for module in modules.values()]
+        self._input: torch.Tensor | None = None
+        self._version = 0
+        self._waiting: list[torch.Tensor | None] = [None] * len(self._own)
+
+    def forwards(self) -> dict[str, Forward]:
+        """See `Leaf.forwards`. [..., in_features] -> [..., out_features]."""
+        if len(self.modules) == 1:
+            return {name: self._alone for name in self.modules}
+        return {name: partial(self._shared, index) for index, name in enumerate(self.modules)}
+
+    def refresh(self) -> None:
+        """See `Leaf.refresh`."""
+        self._admit()
+        self._linears.refresh()
+
+    def _admit(self) -> None:
+        for linear in self._descriptions:
+            self._gate.linear(linear)
+
+    def _alone(self, input: torch.Tensor) -> torch.Tensor:
+        if input.dtype is not self._linears.dtype:
+            return self._own[0](input)
+        return self._linears(rows_of(input), input.shape[:-1])[0]
+
+    def _shared(self, index: int, input: torch.Tensor) -> torch.Tensor:
+        if input.dtype is not self._linears.dtype:
+            return self._own[index](input)
+        output = self._waiting[index]
+        if output is None or input is not self._input or input._version != self._version:
+            self._waiting = self._linears(rows_of(input), input.shape[:-1])
+            self._input, self._version = input, input._version
+            output = self._waiting[index]
+        self._waiting[index] = None
+        if not any(other is not None for other in self._waiting):
+            self._input = None
+        return output

@@ -1,0 +1,71 @@
+"""Chooses the tier of a workspace: the fastest that its model, its attention backend and its user allow."""
+
+from __future__ import annotations
+
+import logging
+from typing import NamedTuple
+
+import torch
+
+from hfpaged.config import EngineConfig
+from hfpaged.errors import ConfigError
+from hfpaged.program.description import NotRecognized
+from hfpaged.program.program import StepProgram
+from hfpaged.program.threads import usable_cpus
+from hfpaged.runtime.attention.interface import AttentionBackend
+from hfpaged.runtime.kv_cache import KVCache
+from hfpaged.runtime.leaf_tier import LeafTier
+from hfpaged.runtime.thread_state import ThreadState
+from hfpaged.runtime.tiers import ModuleTier, ProgramTier, Tier
+from hfpaged.runtime.view import EngineView
+
+logger = logging.getLogger(__name__)
+
+ASKED_FOR = "it was asked for"
+
+
+class TierChoice(NamedTuple):
+    """The tier in use, and why not a faster one."""
+
+    tier: Tier
+    reason: str | None
+
+
+def choose_tier(
+    config: EngineConfig, view: EngineView, backend: AttentionBackend, cache: KVCache, state: ThreadState
+) -> TierChoice:
+    """The fastest tier that can run the model, or the one that `config.tier` names. The view's step must be bound.
+
+    Raises:
+        ConfigError: the named tier cannot run this model; the message says why.
+    """
+    if config.tier == "modules":
+        return TierChoice(ModuleTier(view, backend, state), ASKED_FOR)
+    # A container's CPU quota may be less than the cores that PyTorch counts.
+    threads = min(torch.get_num_threads(), usable_cpus())
+    builders = {
+        "program": lambda: ProgramTier(StepProgram.build(view.model, threads), cache),
+        "leaves": lambda: LeafTier(view, backend, state, threads),
+    }
+    reasons = [ASKED_FOR] if config.tier == "leaves" else []
+    for name, build in builders.items():
+        if config.tier not in ("auto", name):
+            continue
+        try:
+            _require_native(backend, state)
+            return TierChoice(build(), "; ".join(reasons) or None)
+        except NotRecognized as error:
+            if config.tier == name:
+                raise ConfigError(f"tier={name!r} cannot run this model: {error.reason}") from error
+            reasons.append(error.reason)
+    reason = "; ".join(dict.fromkeys(reasons))
+    logger.info("hfpaged runs %s by its modules: %s", type(view.model).__name__, reason)
+    return TierChoice(ModuleTier(view, backend, state), reason)
+
+
+def _require_native(backend: AttentionBackend, state: ThreadState) -> None:
+    """What every tier but the modules' asks for beside the model."""
+    if backend.name != "native":
+        raise NotRecognized(f"the attention backend is {backend.name}, not native")
+    if state.autocast_dtype is not None:
+        raise NotRecognized("autocast is on")

@@ -1,0 +1,232 @@
+"""The tier of native leaves in whole models: stock's text, and what becomes of modules that cannot be leaves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from batches import left_padded, random_prompts
+from families import FAMILIES, build_tiny
+from oracle import GREEDY, NEW, assert_stock_text, greedy, stats
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import parametrize
+from transformers import PreTrainedModel
+
+import hfpaged
+from hfpaged.errors import ConfigError
+from hfpaged.runtime.leaf_tier import LeafTier
+
+WHOLE_LAYERS = ("attention", "mlp", "norm", "head")
+
+
+def build(family: str, dtype: torch.dtype = torch.float32, **fields) -> PreTrainedModel:
+    """A tiny model whose norms and biases are not ones and zeros: those would hide a wrong formula."""
+    model = build_tiny(family, **fields).to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(dtype))
+    return model
+
+
+def tier_of(model) -> LeafTier:
+    tier = hfpaged.engine(model)._stepper.workspace.tier
+    assert isinstance(tier, LeafTier)
+    return tier
+
+
+def native(model) -> Counter:
+    """How many modules have a native forward, by kind."""
+    return tier_of(model)._leaves.native
+
+
+def places(model) -> list[str]:
+    """Names of the modules of the engine's view that have a forward of their own."""
+    view = hfpaged.engine(model)._stepper._view.model
+    return [name for name, module in view.named_modules() if "forward" in vars(module)]
+
+
+SUPPORTED = [family for family in FAMILIES if not hfpaged.support(build_tiny(family))]
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_fp32_text_is_stocks(family):
+    model = build(family).patch(tier="leaves")
+    assert_stock_text(model)
+    assert stats(model)["tier"] == "leaves"
+    assert len(places(model)) == native(model).total() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "glm4", "gpt_neox", "exaone4", "olmo2"])
+def test_whole_layers_are_native(family):
+    model = build(family).patch(tier="leaves")
+    greedy(model)
+    assert set(native(model)) == set(WHOLE_LAYERS)
+    assert native(model)["attention"] == native(model)["mlp"] == 4
+    assert stats(model)["tier_refusals"] == {}
+
+
+def test_what_is_no_known_layer_has_native_parts():
+    model = build("opt").patch()
+    greedy(model)
+    assert stats(model)["tier"] == "leaves"
+    assert native(model) == {"norm": 9, "head": 1, "linear": 4 * 6}
+    (reason,) = stats(model)["tier_refusals"]
+    assert reason.startswith("attention: model.decoder.layers.*.self_attn changes queries or keys in an unknown way")
+
+
+def test_auto_says_why_the_model_is_not_a_program():
+    model = build("opt").patch()
+    greedy(model)
+    assert "changes queries or keys in an unknown way" in stats(model)["tier_reason"]
+    model = build("llama").patch(tier="leaves")
+    greedy(model)
+    assert stats(model)["tier_reason"] == "it was asked for"
+
+
+def test_it_needs_native_attention():
+    model = build("llama").patch(tier="leaves", attention_backend="torch")
+    with pytest.raises(ConfigError, match="tier='leaves' cannot run this model: the attention backend is torch"):
+        hfpaged.engine(model).submit([5, 6, 7], max_new_tokens=1).result()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3", "opt"])
+def test_bf16_logits_have_the_same_bits_alone_in_a_batch_and_in_chunks(family):
+    # A router's choice, which is stock's code here, may depend on the batch.
+    fields = {"first_k_dense_replace": 4} if family == "deepseek_v3" else {}
+    model = build(family, torch.bfloat16, **fields)
+    prompts = random_prompts((37, 20, 5, 1, 29, 11, 2))
+
+    def logits(*rows: list[int], chunk: int = 512) -> torch.Tensor:
+        """[rows, NEW, vocab]"""
+        with hfpaged.patched(model, tier="leaves", max_batch_tokens=chunk, prefix_caching=False):
+            out = model.generate(
+                **left_padded(rows), max_new_tokens=NEW, **GREEDY, output_logits=True, return_dict_in_generate=True
+            )
+        return torch.stack(out.logits, dim=1)
+
+    alone = torch.cat([logits(prompt) for prompt in prompts])
+    assert torch.equal(logits(*prompts), alone)
+    assert torch.equal(logits(*prompts, chunk=9), alone)
+
+
+class TestTheViewIsAllThatChanges:
+    def test_while_it_runs(self):
+        model = build("llama").patch(tier="leaves")
+        greedy(model)
+        assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
+        assert nn.Linear.forward.__qualname__ == "Linear.forward"
+
+    def test_and_not_for_longer_than_the_workspace(self):
+        model = build("llama").patch(tier="leaves")
+        texts = greedy(model)
+        assert places(model)
+        hfpaged.engine(model).release()
+        assert not places(model)
+        assert greedy(model) == texts and places(model)
+
+
+# What these do shows in neither the activations nor the positions of the forward that recognition looks at.
+HIDDEN_BEHAVIOUR = {
+    "olmo": {"clip_qkv": 25.0},
+    "ministral3": {
+        "max_position_embeddings": 1 << 16,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e4,
+            "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 1 << 14,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("family", HIDDEN_BEHAVIOUR)
+def test_an_attention_layer_that_does_more_than_was_recognized_runs_as_it_is(family, monkeypatch):
+    monkeypatch.setitem(FAMILIES, family, HIDDEN_BEHAVIOUR[family])
+    model = build(family).patch(tier="leaves")
+    assert_stock_text(model)
+    assert native(model)["attention"] == 0 and native(model)["linear"] == 4 * 4
+    (reason,) = stats(model)["tier_refusals"]
+    assert reason.endswith("Attention computes other numbers")
+
+
+class Doubled(nn.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+class OddParameter(nn.Parameter):
+    pass
+
+
+def double_outputs(layer):
+    layer.mlp.up_proj.__class__ = Doubled
+
+
+def parametrize_weight(layer):
+    parametrize.register_parametrization(layer.mlp.up_proj, "weight", nn.Tanh())
+
+
+def wrap_weight(layer):
+    layer.mlp.up_proj.weight = OddParameter(layer.mlp.up_proj.weight.detach())
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (double_outputs, "linear: it is a Doubled"),
+        (parametrize_weight, "linear: it is a ParametrizedLinear"),
+        (wrap_weight, "linear: weight is a tensor subclass"),
+    ],
+)
+def test_an_odd_linear_module_keeps_its_forward_and_the_others_are_leaves(change, reason):
+    model = build("llama")
+    change(model.model.layers[1])
+    model.patch(tier="leaves")
+    assert_stock_text(model)
+    assert stats(model)["tier_refusals"][reason] == 1
+    assert native(model)["mlp"] == 3 and native(model)["linear"] == 2
+    assert "model.layers.1.mlp.up_proj" not in places(model)
+
+
+def test_adapters_run_around_native_base_layers():
+    peft_model = get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in peft_model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3
+    hfpaged.patch(peft_model.eval(), tier="leaves")
+    adapted = assert_stock_text(peft_model)
+    model = peft_model.get_base_model()
+    # q, k, v, o, gate, up and down, and two matrices for each of the three adapted ones.
+    assert native(model)["linear"] == 4 * (7 + 6)
+    assert "model.layers.0.self_attn.q_proj" not in places(model)
+    assert "model.layers.0.self_attn.q_proj.base_layer" in places(model)
+    with peft_model.disable_adapter():
+        assert assert_stock_text(peft_model) != adapted
+    peft_model.merge_adapter()
+    assert_stock_text(peft_model)
+
+
+class TestChangedWeights:
+    def test_are_packed_again(self):
+        model = build("gemma3_text").patch(tier="leaves")
+        before = assert_stock_text(model)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.7)
+        assert assert_stock_text(model) != before
+        assert tier_of(model)._leaves.native["mlp"] == 4
+
+    def test_that_no_guard_admits_any_more_are_not(self):
+        model = build("llama").patch(tier="leaves")
+        assert_stock_text(model)
+        wrap_weight(model.model.layers[2])
+        with torch.no_grad():
+            model.model.layers[2].mlp.up_proj.weight.mul_(-3)
+        assert_stock_text(model)
+        assert native(model)["mlp"] == 3
+        assert stats(model)["tier_refusals"]["linear: weight is a tensor subclass"] == 1
