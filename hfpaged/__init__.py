@@ -11,11 +11,24 @@ from transformers import PreTrainedModel
 
 from hfpaged.config import EngineConfig
 from hfpaged.generation.call import CancelScope
+from hfpaged.loading import from_pretrained
 from hfpaged.patch import engine, patch, patched, unpatch, weights_changed
+from hfpaged.quantization import registration
 from hfpaged.support import support
 
 __version__ = "0.1.0"
-__all__ = ["CancelScope", "EngineConfig", "engine", "patch", "patched", "support", "unpatch", "weights_changed"]
+__all__ = [
+    "CancelScope",
+    "EngineConfig",
+    "engine",
+    "from_pretrained",
+    "patch",
+    "patched",
+    "support",
+    "unpatch",
+    "weights_changed",
+]
 
 PreTrainedModel.patch = patch
 PreTrainedModel.unpatch = unpatch
+registration.register()

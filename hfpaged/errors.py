@@ -75,3 +75,15 @@ class MissingDependencyError(HfpagedError, ImportError):
 
 class ModelDownloadError(HfpagedError):
     """The default model is neither cached nor reachable."""
+
+
+class CheckpointError(HfpagedError, ValueError):
+    """A checkpoint is incomplete, contradicts itself, or cannot be loaded. Names the tensor or field."""
+
+
+class CorruptOutputError(HfpagedError):
+    """The model computes numbers that are not finite. `layer` names the module where they first appear."""
+
+    def __init__(self, layer: str):
+        self.layer = layer
+        super().__init__(f"the model's output is not finite; the first module whose output is not: {layer}")

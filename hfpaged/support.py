@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
+from hfpaged.quantization.loaded_wrong import loaded_wrong
 from hfpaged.runtime.module_state import has_own
 from hfpaged.unwrap import unwrap
 
@@ -77,7 +78,7 @@ def _placement(model: PreTrainedModel) -> Iterator[str]:
         yield "it is sharded by FSDP"
 
 
-_CHECKS = (_generation, _architecture, _instance, _placement)
+_CHECKS = (_generation, _architecture, _instance, _placement, loaded_wrong)
 
 
 def _stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:

@@ -1,0 +1,1 @@
+"""Quantized checkpoints: reading their layouts, running them packed, and making them."""

@@ -1,0 +1,23 @@
+"""Scales of quantized keys and values: kept with the model, because a checkpoint's user will want them."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfpaged.quantization.checkpoint import Checkpoint
+from hfpaged.quantization.layout import KV_SCALES
+
+
+def attach_kv_scales(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Register the scales that Transformers' own loaders drop as buffers of the modules that they are stored with."""
+    for name, module in model.named_modules():
+        for leaf in KV_SCALES:
+            stored = f"{name}.{leaf}"
+            if stored in checkpoint.tensors and not hasattr(module, leaf):
+                module.register_buffer(leaf, checkpoint.read(stored).float(), persistent=False)
+
+
+def kv_scales(model: nn.Module) -> dict[str, float]:
+    """The scales that a model holds, by the full name they have in the checkpoint."""
+    return {name: float(buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2] in KV_SCALES}

@@ -1,0 +1,100 @@
+"""QuantizedLinear: one linear layer of a quantized checkpoint, the same whatever dialect it was stored in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from hfpaged.quantization.codes import E2M1_VALUES, INT4_VALUES, code_values, e8m0_values, unpack_nibbles
+
+
+class WeightFormat(str, Enum):
+    """How a weight is stored."""
+
+    NVFP4 = "nvfp4"  # E2M1 codes, one E4M3 scale for 16 along the input, one global scale
+    MXFP4 = "mxfp4"  # E2M1 codes, one E8M0 scale for 32 along the input
+    INT4 = "int4"  # codes 0 to 15, one scale for a group along the input
+    FP8 = "fp8"  # E4M3 numbers, one scale for the tensor, a row or a block
+
+    @property
+    def is_four_bit(self) -> bool:
+        """Whether `QuantizedLinear.codes` holds two weights a byte."""
+        return self is not WeightFormat.FP8
+
+
+@dataclass(frozen=True)
+class ActivationScheme:
+    """How a checkpoint quantizes the input of a linear layer.
+
+    Attributes:
+        format: "nvfp4" (E2M1 in groups of 16 with E4M3 scales found at run time), "mxfp4" (groups of 32) or
+            "fp8" (E4M3).
+        scale: multiplier of the whole tensor; None: found at run time, for each token.
+    """
+
+    format: str
+    scale: float | None
+
+
+@dataclass(frozen=True)
+class QuantizedLinear:
+    """The normalized record of one layer of N outputs and K inputs.
+
+    weight[n, k] = (value(codes[n, k]) - zero[n, group]) * scale[n, group] * global_scale
+
+    Attributes:
+        codes: uint8 [N, K / 2], the even k in the low half; for FP8 float8_e4m3fn [N, K].
+        scales: of the blocks: float8_e4m3fn (NVFP4), uint8 exponents (MXFP4), floating point (INT4, FP8);
+            [ceil(N / block[0]), ceil(K / block[1])].
+        block: (rows, columns) that one scale is for, from the checkpoint's config. The last ones may be smaller.
+        global_scale: a multiplier, also where the checkpoint stores a divisor.
+        zero: code that stands for zero, float [N, K / group]; None: the format's own.
+        permutation: int64 [K], group of each input where they are not consecutive; None: they are.
+        bias: [N], or None.
+        activation: None: the input stays as it is.
+    """
+
+    format: WeightFormat
+    codes: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]
+    global_scale: float = 1.0
+    zero: torch.Tensor | None = None
+    permutation: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    activation: ActivationScheme | None = None
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.codes.shape[1] * (2 if self.format.is_four_bit else 1)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight in fp32, [N, K]."""
+        values = self._values()
+        rows = torch.arange(self.out_features) // self.block[0]
+        columns = torch.arange(self.in_features) // self.block[1] if self.permutation is None else self.permutation
+        if self.zero is not None:
+            values = values - self.zero.float()[rows][:, columns]
+        return values * (self._scale_values()[rows] * self.global_scale)[:, columns]
+
+    def _values(self) -> torch.Tensor:
+        if self.format is WeightFormat.FP8:
+            return self.codes.float()
+        table = INT4_VALUES if self.format is WeightFormat.INT4 else E2M1_VALUES
+        return code_values(unpack_nibbles(self.codes), table)
+
+    def _scale_values(self) -> torch.Tensor:
+        return e8m0_values(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
