@@ -30,6 +30,6 @@ def test_every_statistic_is_in_the_table(tiny_model: Callable[..., PreTrainedMod
 
 def test_every_python_example_compiles() -> None:
     examples = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert len(examples) == 3
+    assert len(examples) >= 3
     for example in examples:
         compile(example, "README.md", "exec")
