@@ -37,6 +37,10 @@ class Memory:
         self.store: dict[int, list[dict[int, tuple[int, ...]]]] = {}
         self.tables: dict[int, list[int]] = {}
 
+    def text(self, request_id: int) -> list[int]:
+        """The request's tokens."""
+        return self.books.requests[request_id].tokens
+
     def execute(self, plan: Plan) -> None:
         for request_id, blocks in plan.stores:
             self.store[request_id] = [self._content(block) for block in blocks]
@@ -57,14 +61,14 @@ class Memory:
             self.tables[entry.id] = list(entry.full_table)
         table = self.tables[entry.id]
         table[entry.first_new_index : entry.first_new_index + len(entry.new_blocks)] = entry.new_blocks
-        tokens = self.books.requests[entry.id].tokens
+        tokens = self.text(entry.id)
         assert list(entry.tokens) == tokens[entry.start : entry.start + entry.num_tokens]
         for position in range(entry.start, entry.start + entry.num_tokens):
             block, offset = divmod(position, self.books.pool.block_size)
             self.slots[table[block], offset] = tuple(tokens[: position + 1])
 
     def _attend(self, entry) -> None:
-        tokens = self.books.requests[entry.id].tokens
+        tokens = self.text(entry.id)
         for position in range(entry.start + entry.num_tokens):
             block, offset = divmod(position, self.books.pool.block_size)
             assert self.slots[self.tables[entry.id][block], offset] == tuple(tokens[: position + 1])

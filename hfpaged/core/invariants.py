@@ -36,8 +36,9 @@ def _check_pool(books: Scheduler) -> None:
 def _check_request(books: Scheduler, request: Request) -> None:
     name = f"request {request.id}"
     size = books.pool.block_size
-    _require(0 <= request.computed <= len(request.tokens), f"{name} has computed more tokens than it knows")
-    _require(len(request.tokens) <= request.max_tokens, f"{name} is longer than it said")
+    _require(0 <= request.computed <= request.length, f"{name} has computed more tokens than it has")
+    _require(request.length <= request.max_tokens, f"{name} is longer than it said")
+    _require(request.published * size <= len(request.tokens), f"{name} has published tokens that nobody knows")
     if request.swapped:
         _require(not request.blocks, f"{name} is swapped out but holds blocks")
         return
@@ -63,9 +64,11 @@ def _check_queues(books: Scheduler) -> None:
         _require(bool(request.blocks), f"request {request.id} runs without blocks")
     for request in books.requests.values():
         if request.state is RequestState.IDLE:
-            _require(
-                request.num_uncomputed == 0 or not request.blocks, f"request {request.id} idles with tokens to compute"
+            # The last token of a text is never computed.
+            has_all = request.num_uncomputed == 0 or (
+                request.num_uncomputed == 1 and request.length == request.max_tokens
             )
+            _require(has_all or not request.blocks, f"request {request.id} idles with tokens to compute")
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
+
+# Stands for a token that a step in flight is drawing: it has its place in the text, but its id is not known here yet.
+UNKNOWN_TOKEN = -1
 
 
 class PlannedRequest(NamedTuple):
     """One request's part of a step: compute `num_tokens` tokens from position `start` on.
 
     Attributes:
-        tokens: their ids.
+        tokens: their ids. UNKNOWN_TOKEN for one that the step before this one draws.
         full_table: all blocks of the request, the first time the runner sees it or after it lost its blocks.
         first_new_index, new_blocks: what changes in a table that the runner knows: entries from this index on.
         logits_for: how many of the last tokens need logits; 0 if the request does not catch up in this step, unless
@@ -48,3 +52,12 @@ class Plan(NamedTuple):
     stores: tuple[tuple[int, tuple[int, ...]], ...] = ()
     loads: tuple[tuple[int, tuple[int, ...]], ...] = ()
     recomputed: tuple[int, ...] = ()
+
+    def sampled_rows(self) -> Iterator[tuple[range, int]]:
+        """(rows of the step's logits, request id) of every request that catches up: a parent and its forks share rows."""
+        first = 0
+        for entry in self.entries:
+            rows = range(first + entry.scored, first + entry.logits_for)
+            first = rows.stop
+            for request_id in entry.samples:
+                yield rows, request_id

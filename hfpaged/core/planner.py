@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hfpaged.core.block_pool import PoolDraft
-from hfpaged.core.plan import Plan, PlannedRequest
+from hfpaged.core.plan import UNKNOWN_TOKEN, Plan, PlannedRequest
 from hfpaged.core.request import Request
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ class Planner:
             slots -= 1
 
     def _can_admit(self, request: Request, shared: list[int]) -> bool:
-        """Whether all known tokens of the request fit, beside the blocks it shares or holds."""
+        """Whether all tokens of the request fit, beside the blocks it shares or holds."""
         free_shared = sum(self.draft.references(block) == 0 for block in shared)
-        total = -(-len(request.tokens) // self._block_size)
+        total = -(-request.length // self._block_size)
         copied = 1 if request.blocks else 0
         return self.draft.can_take(total - len(shared) - len(request.blocks) + copied + free_shared)
 
@@ -109,7 +109,7 @@ class Planner:
             full = len(request.tokens) // self._block_size
             hashes = request.block_hashes(self._block_size, full)
             self._claimed.update(dict.fromkeys(hashes[start // self._block_size :], request.id))
-        self._schedule(request, min(len(request.tokens) - start, self._budget), start, held)
+        self._schedule(request, min(request.length - start, self._budget), start, held)
 
     def _schedule(
         self, request: Request, count: int, start: int | None = None, held: tuple[int, ...] | None = None
@@ -118,7 +118,8 @@ class Planner:
         start = request.computed if start is None else start
         table = request.blocks if held is None else held
         first_new, new_blocks = self._take_blocks(table, start, start + count)
-        catches_up = start + count == len(request.tokens)
+        catches_up = start + count == request.length
+        known = tuple(request.tokens[start : start + count])
         scored = request.scored_by(start, start + count)
         full_table = None
         if held is not None or not self._books.knows_table(request):
@@ -128,7 +129,7 @@ class Planner:
                 request.id,
                 start,
                 count,
-                tuple(request.tokens[start : start + count]),
+                known + (UNKNOWN_TOKEN,) * (count - len(known)),
                 full_table,
                 first_new,
                 new_blocks,

@@ -40,8 +40,9 @@ class Request:
     Attributes:
         id: unique among live requests.
         tokens: known token ids, prompt first. The scheduler appends to it.
+        pending: how many tokens behind those steps in flight have drawn or are drawing.
         prompt_len: how many of them are the prompt.
-        max_tokens: length that `tokens` may never exceed.
+        max_tokens: length that it may never exceed.
         priority: lower runs first; `arrival` decides among equals.
         cache_root: root of its chain of block hashes; None keeps it out of the prefix cache.
         computed: tokens whose keys and values are in `blocks`, or in the block store if `swapped`.
@@ -66,6 +67,7 @@ class Request:
     published: int = 0
     draft_tokens: int = 0
     score_from: int | None = None
+    pending: int = 0
     state: RequestState = RequestState.WAITING
     swapped: bool = False
     _hashes: list[bytes] = field(default_factory=list)
@@ -76,9 +78,14 @@ class Request:
         return (self.priority, self.arrival)
 
     @property
+    def length(self) -> int:
+        """Its tokens, those included whose ids are not known yet."""
+        return len(self.tokens) + self.pending
+
+    @property
     def num_uncomputed(self) -> int:
-        """Known tokens still to compute."""
-        return len(self.tokens) - self.computed
+        """Tokens still to compute."""
+        return self.length - self.computed
 
     @property
     def most_cached(self) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hfpaged.core.block_pool import BlockPool
-from hfpaged.core.plan import Plan, PlannedRequest
+from hfpaged.core.plan import UNKNOWN_TOKEN, Plan, PlannedRequest
 from hfpaged.core.planner import Planner
 from hfpaged.core.preemption import PreemptionPolicy
 from hfpaged.core.prefix_cache import PrefixCache
@@ -50,6 +50,9 @@ class Scheduler:
 
     Between `plan` and `commit` or `abort` nothing else may be called. `running` and `waiting` are kept in order of
     service, so a step costs time in proportion to the requests that it schedules.
+
+    A plan may be committed while its step still runs on a device: tokens that are not known then are `settle`d later,
+    at the latest before the plan after the next.
     """
 
     def __init__(self, pool: BlockPool, prefix_cache: PrefixCache, limits: SchedulerLimits, policy: PreemptionPolicy):
@@ -129,7 +132,8 @@ class Scheduler:
         """Whether the next logits of `parent` will be those that `child` needs."""
         # An idle one has had its logits, even if it lost its blocks since; a forking one gets its parent's.
         is_computing = parent.state in (RequestState.WAITING, RequestState.PARKED, RequestState.RUNNING)
-        return is_computing and parent.draft_tokens == 0 and parent.tokens == child.tokens
+        settled = parent.draft_tokens == 0 and parent.pending == 0
+        return is_computing and settled and parent.tokens == child.tokens
 
     def fork(self, parent_id: int, child: Request) -> None:
         """Add `child`, a copy of an idle request: it shares all the parent's blocks, and waits for its own token."""
@@ -204,7 +208,8 @@ class Scheduler:
         """The plan was executed.
 
         Args:
-            sampled: next token of each request in the entries' `samples`; None leaves the request idle.
+            sampled: next token of each request in the entries' `samples`; None leaves the request idle; UNKNOWN_TOKEN
+                lets it run on to wherever its length allows, until `settle` says what was drawn.
             accepted: of requests with draft tokens, how many of them stand; the others are forgotten.
         """
         planner = self._take_planner(plan)
@@ -227,6 +232,24 @@ class Scheduler:
         for entry in plan.entries:
             if entry.samples:
                 self._catch_up(entry, sampled, accepted or {})
+
+    def settle(self, request_id: int, token: int) -> None:
+        """Say what the oldest of the request's unknown tokens is."""
+        request = self._requests[request_id]
+        if request.pending == 0:
+            raise InvariantError(f"request {request_id} has no token to settle")
+        request.pending -= 1
+        request.tokens.append(token)
+        self.counters.generated_tokens += 1
+        # One that lost its blocks meanwhile publishes them when it has them again.
+        if request.blocks:
+            self._enqueue_all(self.prefix_cache.publish(request))
+
+    def reject_drafts(self, request_id: int, count: int) -> None:
+        """Forget the last `count` tokens of an idle request: drafts that a commit let stand, but that were not drawn."""
+        self.rollback(request_id, count)
+        self.counters.accepted_tokens -= count
+        self.counters.generated_tokens -= count
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. What live requests have computed so far stays out of the cache for good."""
@@ -307,15 +330,17 @@ class Scheduler:
         self._append_sampled(request, sampled[request.id])
 
     def _append_sampled(self, request: Request, token: int | None) -> None:
-        """Append a drawn token and run on; without one, wait for it."""
-        if token is not None:
+        """Append a drawn token and run on; without one, or at the end of an unknown text, wait."""
+        if token == UNKNOWN_TOKEN:
+            request.pending += 1
+        elif token is not None:
             request.tokens.append(token)
             self.counters.generated_tokens += 1
-            if request.state is not RequestState.RUNNING:
-                self._wake(request)
-        else:
+        if token is None or (token == UNKNOWN_TOKEN and request.length >= request.max_tokens):
             self._remove_from_queue(request)
             request.state = RequestState.IDLE
+        elif request.state is not RequestState.RUNNING:
+            self._wake(request)
 
     # ---- queues ----
 

@@ -7,7 +7,7 @@ text nor its distribution depends on speculation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -57,21 +57,11 @@ class Outcome:
     error: Exception | None = None
 
 
-def sampled_rows(plan: Plan) -> Iterator[tuple[range, int]]:
-    """(rows of the step's logits, request id) of every request that catches up: a parent and its forks share rows."""
-    first = 0
-    for entry in plan.entries:
-        rows = range(first + entry.scored, first + entry.logits_for)
-        first = rows.stop
-        for request_id in entry.samples:
-            yield rows, request_id
-
-
 def wants_logits(plan: Plan, live: Mapping[int, LiveRequest]) -> bool:
     """Whether any token of the step is more than the argmax of its logits."""
     if any(entry.scored for entry in plan.entries):
         return True
-    requests = (live[request_id] for _, request_id in sampled_rows(plan))
+    requests = (live[request_id] for _, request_id in plan.sampled_rows())
     return any(one.spec.steered or one.spec.logprobs is not None or not one.row.is_argmax for one in requests)
 
 
@@ -91,7 +81,7 @@ def score_prompts(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutpu
 
 def draw_tokens(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput, sampler: Sampler) -> list[Outcome]:
     """Draw for every request that caught up, steered ones excepted."""
-    requests = [(live[request_id], rows) for rows, request_id in sampled_rows(plan)]
+    requests = [(live[request_id], rows) for rows, request_id in plan.sampled_rows()]
     requests = [(one, rows) for one, rows in requests if not one.spec.steered]
     indices = [row for _, rows in requests for row in rows]
     if output.logits is None:

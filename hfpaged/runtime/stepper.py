@@ -21,7 +21,7 @@ from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.request import Request
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
 from hfpaged.errors import EngineReleasedError
-from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, sampled_rows, score_prompts, wants_logits
+from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, score_prompts, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.stats import EngineCounters
@@ -189,7 +189,7 @@ class Stepper:
                 self._workspace_of(request_id).scheduler.append_drafts(request_id, drafts)
 
     def _commit(self, workspace: Workspace, plan: Plan, output: StepOutput, outcomes: list[Outcome]) -> None:
-        sampled: dict[int, int | None] = {request_id: None for _, request_id in sampled_rows(plan)}
+        sampled: dict[int, int | None] = {request_id: None for _, request_id in plan.sampled_rows()}
         accepted = {}
         for outcome in outcomes:
             live = outcome.live
@@ -200,7 +200,7 @@ class Stepper:
                 live.drafts.learn(live.request.draft_tokens, accepted.get(live.request.id, 0))
         workspace.scheduler.commit(plan, sampled, accepted)
         workspace.runner.commit(plan)
-        for rows, request_id in sampled_rows(plan):
+        for rows, request_id in plan.sampled_rows():
             live = self.live[request_id]
             if live.spec.steered:
                 live.handle.offer_logits(output.logits[rows.start : rows.stop].to(torch.float32, copy=True))
@@ -235,7 +235,7 @@ class Stepper:
             self._failed_once.add(workspace)
             return
         self._failed_once.discard(workspace)
-        failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in sampled_rows(plan)}
+        failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in plan.sampled_rows()}
         self.end([self.live[request_id].handle for request_id in failed], "error", error)
 
     def _on_idle(self) -> bool:

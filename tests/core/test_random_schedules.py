@@ -57,7 +57,7 @@ class RandomUser:
 
     def _feed(self):
         for request in list(self.books.requests.values()):
-            if request.state is not RequestState.IDLE:
+            if request.state is not RequestState.IDLE or request.pending:
                 continue
             if self.random.random() < 0.2 and len(request.tokens) > request.prompt_len:
                 self.books.rollback(request.id, self.random.randrange(1, len(request.tokens) - request.prompt_len + 1))
