@@ -54,7 +54,7 @@ class Plan(NamedTuple):
     recomputed: tuple[int, ...] = ()
 
     def sampled_rows(self) -> Iterator[tuple[range, int]]:
-        """(rows of the step's logits, request id) of every request that catches up: a parent and its forks share rows."""
+        """(rows of the step's logits, request id) of all requests that catch up: a parent and its forks share rows."""
         first = 0
         for entry in self.entries:
             rows = range(first + entry.scored, first + entry.logits_for)

@@ -246,7 +246,7 @@ class Scheduler:
             self._enqueue_all(self.prefix_cache.publish(request))
 
     def reject_drafts(self, request_id: int, count: int) -> None:
-        """Forget the last `count` tokens of an idle request: drafts that a commit let stand, but that were not drawn."""
+        """Forget the last `count` tokens of an idle request: drafts that a commit let stand but that were not drawn."""
         self.rollback(request_id, count)
         self.counters.accepted_tokens -= count
         self.counters.generated_tokens -= count

@@ -19,20 +19,19 @@ class KVCache:
         backend: decides layout and device placement of each layer's tensors.
         seen: the attention layers in the order they run, from the probing forward.
         num_blocks: blocks of the pool; every layer has the same ids.
+        spare_blocks: blocks behind those that are never in the pool.
     """
 
-    def __init__(self, backend: AttentionBackend, seen: list[SeenLayer], num_blocks: int):
+    def __init__(self, backend: AttentionBackend, seen: list[SeenLayer], num_blocks: int, spare_blocks: int = 0):
         self.num_blocks = num_blocks
-        self.layers = [LayerKV(*backend.allocate(layer.shape, num_blocks)) for layer in seen]
+        self.layers = [LayerKV(*backend.allocate(layer.shape, num_blocks + spare_blocks)) for layer in seen]
 
     @staticmethod
-    def bytes_per_block(seen: list[SeenLayer], block_size: int) -> int:
+    def bytes_per_block(backend: AttentionBackend, seen: list[SeenLayer]) -> int:
         """Bytes that one block takes over all layers."""
-        per_token = sum(
-            layer.shape.num_kv_heads * (layer.shape.key_dim + layer.shape.value_dim) * layer.dtype.itemsize
-            for layer in seen
-        )
-        return per_token * block_size
+        stored = [backend.stored_shape(layer.shape) for layer in seen]
+        per_token = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in stored)
+        return per_token * backend.dtype.itemsize * backend.block_size
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copy block contents, (source, destination) each; no destination is another pair's source."""

@@ -38,11 +38,11 @@ class Workspace:
         device, dtype = view.model.device, seen[0].dtype
         self.view = view
         self.state = state
-        self.bytes_per_block = KVCache.bytes_per_block(seen, config.block_size)
-        num_blocks = config.num_blocks or _blocks_for_memory(config, device, self.bytes_per_block)
         self.backend, self.rejected_backends = choose_backend(
             config.attention_backend, device, dtype, [layer.shape for layer in seen], config.block_size
         )
+        self.bytes_per_block = KVCache.bytes_per_block(self.backend, seen)
+        num_blocks = config.num_blocks or _blocks_for_memory(config, device, self.bytes_per_block)
         self.store = HostBlockStore(capacity=num_blocks)
         self.cache = KVCache(self.backend, seen, num_blocks)
         view.step.bind(self.backend, self.cache.layers)

@@ -10,6 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from hfpaged.runtime.batch import StepBatch
+    from hfpaged.runtime.device.accelerator import Accelerator
 
 KVTensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -50,6 +51,8 @@ class AttentionBackend(ABC):
     """
 
     name: str
+    # Types of the devices it was made for; None: all.
+    device_types: frozenset[str] | None = None
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int):
         self.device = device
@@ -62,6 +65,11 @@ class AttentionBackend(ABC):
         cls, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape], block_size: int
     ) -> str | None:
         """Why this backend cannot serve such a model here, in one line. None: it can."""
+
+    @classmethod
+    def stored_shape(cls, shape: LayerShape) -> LayerShape:
+        """What a layer's keys and values take in memory: its own shape, or a larger one that has a kernel."""
+        return shape
 
     @abstractmethod
     def allocate(self, shape: LayerShape, num_blocks: int) -> KVTensors:
@@ -99,6 +107,30 @@ class AttentionBackend(ABC):
         Returns:
             [T, H, Dv], contiguous, in the dtype of the cache.
         """
+
+
+class AheadBackend(AttentionBackend):
+    """A backend whose device works behind the host: none of its methods waits for the step that they belong to.
+
+    Attributes:
+        accelerator: the device.
+    """
+
+    accelerator: Accelerator
+
+    @abstractmethod
+    def begin_ahead(self, batch: StepBatch, slots: torch.Tensor, captured_size: int | None = None) -> None:
+        """`begin`, with what is on the device already.
+
+        Args:
+            slots: int64 [T] on the device, `batch.slots`.
+            captured_size: the step is of this many requests with one token each, and is being captured or replayed:
+                everything that it reads is written to memory of its own, the same at every call with this size.
+        """
+
+    @abstractmethod
+    def can_capture(self, batch: StepBatch) -> bool:
+        """Whether a step with this batch could be captured or replayed: it knows all layers, and the batch fits."""
 
 
 def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -38,6 +38,7 @@ class NativeBackend(AttentionBackend):
     """
 
     name = "native"
+    device_types = frozenset({"cpu"})
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int):
         super().__init__(device, dtype, block_size)

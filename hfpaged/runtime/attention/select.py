@@ -8,12 +8,13 @@ from typing import NamedTuple
 import torch
 
 from hfpaged.errors import ConfigError
+from hfpaged.runtime.attention.flashinfer_backend import FlashInferBackend
 from hfpaged.runtime.attention.interface import AttentionBackend, LayerShape
 from hfpaged.runtime.attention.native_backend import NativeBackend
 from hfpaged.runtime.attention.torch_backend import TorchBackend
 
 # In order of preference; the last one runs everywhere.
-BACKENDS: tuple[type[AttentionBackend], ...] = (NativeBackend, TorchBackend)
+BACKENDS: tuple[type[AttentionBackend], ...] = (FlashInferBackend, NativeBackend, TorchBackend)
 
 
 class BackendChoice(NamedTuple):
@@ -29,7 +30,8 @@ def choose_backend(
     """Create the attention backend for a model.
 
     Args:
-        name: "auto" for the first of `BACKENDS` that can serve the model, or the name of one.
+        name: "auto" for the first of `BACKENDS` that is made for the device and can serve the model, or the name of
+            one.
         device: where the model is.
         dtype: of keys and values.
         shapes: of all attention layers.
@@ -43,7 +45,10 @@ def choose_backend(
         raise ConfigError(f"attention_backend must be one of {', '.join(['auto', *known])}, got {name!r}")
     rejected: dict[str, str] = {}
     for backend in BACKENDS:
-        if name not in ("auto", backend.name):
+        if name == "auto":
+            if backend.device_types is not None and device.type not in backend.device_types:
+                continue
+        elif name != backend.name:
             continue
         reason = backend.unavailable(device, dtype, shapes, block_size)
         if reason is None:

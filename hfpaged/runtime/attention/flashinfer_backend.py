@@ -1,0 +1,136 @@
+"""Paged attention on NVIDIA GPUs by FlashInfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from hfpaged.errors import ConfigError
+from hfpaged.runtime.attention.flashinfer_probe import kernel_dims, machine_problem, model_problem
+from hfpaged.runtime.attention.flashinfer_wrappers import FixedTables, Geometry, PlannedWrapper, Setting
+from hfpaged.runtime.attention.interface import AheadBackend, AttentionParams, KVTensors, LayerShape, lazily_zeroed
+from hfpaged.runtime.attention.page_tables import PageTables, PageTableWriter
+from hfpaged.runtime.batch import StepBatch
+from hfpaged.runtime.device.accelerator import accelerator_for
+from hfpaged.runtime.device.staging import PinnedRing
+
+WORKSPACE_BYTES = 128 << 20
+# What a captured step may read at most. A step with more pages than this runs uncaptured.
+FIXED_PAGES = 1 << 18
+
+
+class FlashInferBackend(AheadBackend):
+    """Keys and values are [num_blocks, block_size, Hkv, D], with D padded to a dimension that has a kernel.
+
+    Every geometry has a wrapper for steps of one token each and one for all others, and for captured steps one of each
+    size. A token's result may differ in its last bits with what else is in the batch: the kernels split long contexts
+    by how much work a step has.
+    """
+
+    name = "flashinfer"
+    device_types = frozenset({"cuda"})
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int):
+        super().__init__(device, dtype, block_size)
+        self.accelerator = accelerator_for(device)
+        self._writer = PageTableWriter(self.accelerator)
+        self._slot_ring = PinnedRing(self.accelerator, torch.int64)
+        self._setting = Setting(
+            self.accelerator,
+            torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
+            dtype,
+            block_size,
+        )
+        self._wrappers: dict[tuple[Geometry, bool, int | None], PlannedWrapper] = {}
+        self._fixed: dict[int, FixedTables] = {}
+        self._fixed_pages: torch.Tensor | None = None
+        self._value_dims: dict[int, int] = {}
+        self._tables: PageTables | None = None
+        self._slots: torch.Tensor | None = None
+        self._size: int | None = None
+
+    @classmethod
+    def unavailable(
+        cls, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape], block_size: int
+    ) -> str | None:
+        """See `AttentionBackend.unavailable`."""
+        return machine_problem(device) or model_problem(dtype, shapes)
+
+    @classmethod
+    def stored_shape(cls, shape: LayerShape) -> LayerShape:
+        """See `AttentionBackend.stored_shape`."""
+        return LayerShape(shape.num_kv_heads, *kernel_dims(shape.key_dim, shape.value_dim))
+
+    def allocate(self, shape: LayerShape, num_blocks: int) -> KVTensors:
+        """See `AttentionBackend.allocate`."""
+        stored = self.stored_shape(shape)
+        pages = (num_blocks, self.block_size, stored.num_kv_heads)
+        key, value = (
+            lazily_zeroed((*pages, dim), self.dtype, self.device) for dim in (stored.key_dim, stored.value_dim)
+        )
+        self._value_dims[value.data_ptr()] = shape.value_dim
+        return key, value
+
+    def begin(self, batch: StepBatch) -> None:
+        """See `AttentionBackend.begin`."""
+        (slots,) = self._slot_ring.upload((batch.slots,))
+        self.begin_ahead(batch, slots)
+
+    def begin_ahead(self, batch: StepBatch, slots: torch.Tensor, captured_size: int | None = None) -> None:
+        """See `AheadBackend.begin_ahead`."""
+        if batch.block_size != self.block_size:
+            raise ConfigError(f"a batch of block size {batch.block_size} for a cache of block size {self.block_size}")
+        self._tables, self._slots, self._size = self._writer.write(batch), slots, captured_size
+        if captured_size is not None:
+            # Neither a capture nor a replay can plan, so all wrappers that it may run are planned here.
+            for geometry in {geometry for geometry, _, _ in self._wrappers}:
+                self._planned(geometry)
+
+    def can_capture(self, batch: StepBatch) -> bool:
+        """See `AheadBackend.can_capture`."""
+        pages = int((-(-batch.context_len // self.block_size)).sum())
+        return bool(self._wrappers) and pages <= FIXED_PAGES
+
+    def write(self, kv: KVTensors, key: torch.Tensor, value: torch.Tensor) -> None:
+        """See `AttentionBackend.write`."""
+        for cache, states in zip(kv, (key, value), strict=True):
+            padded = _padded(states.detach().to(cache.dtype), cache.shape[-1])
+            cache.flatten(0, 1).index_copy_(0, self._slots, padded)
+
+    def run(self, kv: KVTensors, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
+        """See `AttentionBackend.run`."""
+        geometry = Geometry.of(query, kv, params)
+        query = _padded(query.detach().to(self.dtype), geometry.key_dim).contiguous()
+        sinks = None if params.sinks is None else params.sinks.detach().to(torch.float32).contiguous()
+        output = self._planned(geometry).run(query, kv, sinks)
+        return output[..., : self._value_dims[kv[1].data_ptr()]].contiguous()
+
+    def _planned(self, geometry: Geometry) -> PlannedWrapper:
+        """The geometry's wrapper for the present step, planned for it."""
+        key = (geometry, self._tables.one_each, self._size)
+        wrapper = self._wrappers.get(key)
+        if wrapper is None:
+            fixed = None if self._size is None else self._fixed_tables(self._size)
+            wrapper = self._wrappers[key] = PlannedWrapper(geometry, self._setting, self._tables.one_each, fixed)
+        if not wrapper.is_planned_for(self._tables):
+            wrapper.plan(self._tables)
+        return wrapper
+
+    def _fixed_tables(self, size: int) -> FixedTables:
+        """Tables for captured steps of this size; those of all sizes share the largest part."""
+        if self._fixed_pages is None:
+            self._fixed_pages = self._zeros(FIXED_PAGES)
+        if size not in self._fixed:
+            tables = [self._zeros(length) for length in (size + 1, size + 1, size)]
+            self._fixed[size] = FixedTables(*tables, self._fixed_pages)
+        return self._fixed[size]
+
+    def _zeros(self, length: int) -> torch.Tensor:
+        return torch.zeros(length, dtype=torch.int32, device=self.device)
+
+
+def _padded(states: torch.Tensor, dim: int) -> torch.Tensor:
+    """[..., D] with zeros up to `dim`: they change neither scores nor sums."""
+    return states if states.shape[-1] == dim else functional.pad(states, (0, dim - states.shape[-1]))

@@ -1,0 +1,30 @@
+"""The stand-in's signatures are those of the installed FlashInfer. Without a GPU its import needs two small packages:
+`pip install --no-deps flashinfer-python apache-tvm-ffi nvidia-ml-py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from standin import fake_flashinfer
+
+flashinfer = pytest.importorskip("flashinfer")
+
+
+def parameters(function):
+    """Names, kinds and defaults, in order."""
+    return [
+        (parameter.name, parameter.kind, parameter.default)
+        for parameter in inspect.signature(function).parameters.values()
+    ]
+
+
+@pytest.mark.parametrize("method", ["__init__", "plan", "run"])
+@pytest.mark.parametrize("wrapper", [wrapper.__name__ for wrapper in fake_flashinfer.WRAPPERS])
+def test_wrappers(wrapper, method):
+    real = getattr(flashinfer, wrapper)
+    # The decode wrapper's plan takes what its implementation takes, and deprecated positional arguments.
+    real_method = getattr(real, f"_{method}_impl", None) or getattr(real, method)
+    fake_method = getattr(getattr(fake_flashinfer, wrapper), method)
+    assert parameters(fake_method) == parameters(real_method)

@@ -1,0 +1,262 @@
+"""A device that works behind the host, in a process that has none: it computes at once, but forgives nothing.
+
+Memory is either page-locked, on the device, or neither. Copies count as being under way until the host has waited for
+a mark behind them: what a download brought cannot be seen before, and what an upload reads may not be written before.
+Captured work is a list of operations over fixed memory, as a CUDA graph is: a replay runs no Python of the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from hfpaged.runtime.device.accelerator import Accelerator, Captured, Mark
+
+CPU = torch.device("cpu")
+POISON = -12345
+
+
+class DeviceError(AssertionError):
+    """The engine did what a real device would answer with wrong numbers, or with waiting."""
+
+
+class Storages:
+    """A set of memory areas that does not keep them alive."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, StorageWeakRef] = {}
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._known[reference.cdata] = reference
+        return tensor
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        reference = self._known.get(tensor.untyped_storage()._cdata)
+        return reference is not None and not reference.expired()
+
+
+class Upload(NamedTuple):
+    """A copy to the device that is under way."""
+
+    host: torch.Tensor
+    content: torch.Tensor
+    number: int
+
+
+class Download(NamedTuple):
+    """A copy from the device that is under way."""
+
+    content: torch.Tensor
+    host: torch.Tensor
+    number: int
+
+
+class FakeMark:
+    """A point in the fake device's work."""
+
+    def __init__(self, device: FakeAccelerator, number: int):
+        self._device, self._number = device, number
+
+    def synchronize(self) -> None:
+        self._device.complete(self._number)
+
+
+class FakeAccelerator(Accelerator):
+    """See the module.
+
+    Attributes:
+        host_waits: how often the host had to wait for work that was not known to be done.
+        captures, replays: how many.
+        recorder: what records now, if anything does.
+        replay_number: of the replay that runs now; None outside.
+        fails_to_capture: makes the next captures fail.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.page_locked, self.on_device = Storages(), Storages()
+        self.host_waits = self.captures = self.replays = 0
+        self.recorder: Recorder | None = None
+        self.replay_number: int | None = None
+        self.fails_to_capture = False
+        self.memory = 1 << 40
+        self.memory_of_a_capture = 0
+        self._queued = self._completed = 0
+        self._uploads: list[Upload] = []
+        self._downloads: list[Download] = []
+
+    # ---- the interface ----
+
+    def active(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        return self.page_locked.add(torch.full((size,), -1, dtype=dtype))
+
+    def upload(self, host: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        self.forbid_while_capturing("copying from the host")
+        self.start_reading(host)
+        if out is None:
+            return self.on_device.add(host.clone())
+        return out.copy_(host)
+
+    def download(self, source: torch.Tensor, host: torch.Tensor) -> None:
+        self.forbid_while_capturing("copying to the host")
+        if host not in self.page_locked:
+            raise DeviceError("a copy to pageable memory blocks the host")
+        self._downloads.append(Download(source.clone(), host, self.queue()))
+        host.fill_(POISON)
+
+    def mark(self) -> Mark:
+        return FakeMark(self, self._queued)
+
+    def capture(self, function: Callable[[], Any]) -> Captured:
+        if self.fails_to_capture:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.captures += 1
+        self.memory -= self.memory_of_a_capture
+        self.recorder = Recorder()
+        try:
+            with self.recorder:
+                outputs = function()
+            recorded = self.recorder
+        finally:
+            self.recorder = None
+        return Captured(outputs, lambda: self._replay(recorded))
+
+    def free_memory(self) -> int:
+        return self.memory
+
+    # ---- for the fake libraries ----
+
+    def queue(self) -> int:
+        """Number of the next piece of work."""
+        self._queued += 1
+        return self._queued
+
+    def is_done(self, number: int) -> bool:
+        """Whether the host can know that the work is done."""
+        return number <= self._completed
+
+    def start_reading(self, host: torch.Tensor) -> None:
+        """A copy out of host memory is queued."""
+        if host not in self.page_locked:
+            raise DeviceError("a copy from pageable memory blocks the host")
+        self._check_uploads()
+        self._uploads.append(Upload(host, host.clone(), self.queue()))
+
+    def complete(self, number: int) -> None:
+        """The host has waited for work up to `number`."""
+        self.forbid_while_capturing("waiting for the device")
+        self._check_uploads()
+        self.host_waits += number > self._completed
+        self._completed = max(self._completed, number)
+        self._uploads = [copy for copy in self._uploads if not self.is_done(copy.number)]
+        for copy in [copy for copy in self._downloads if self.is_done(copy.number)]:
+            copy.host.copy_(copy.content)
+            self._downloads.remove(copy)
+
+    def forbid_while_capturing(self, what: str) -> None:
+        """Fail if work is being recorded."""
+        if self.recorder is not None:
+            raise DeviceError(f"{what} is not permitted while capturing")
+
+    def _check_uploads(self) -> None:
+        for copy in self._uploads:
+            if not torch.equal(copy.host, copy.content):
+                raise DeviceError("page-locked memory was written while the device was reading it")
+
+    def _replay(self, recorded: Recorder) -> None:
+        self.replays += 1
+        self.replay_number = self.replays
+        try:
+            with torch.no_grad():
+                recorded.replay()
+        finally:
+            self.replay_number = None
+
+
+# What a stream cannot do while it is being captured: their results, or the shapes of them, are the host's to know.
+_WAITING = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten._unique2.default,
+    torch.ops.aten.repeat_interleave.Tensor,
+}
+
+
+class Recorder(TorchDispatchMode):
+    """Runs operations and remembers them with the memory they read and wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._work: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in _WAITING or _indexes_by_mask(function, args):
+            raise RuntimeError(f"{function} is not permitted when stream is capturing")
+        result = function(*args, **kwargs)
+        self._work.append(lambda: _copy_into(result, function(*args, **kwargs)))
+        return result
+
+    def run_opaque(self, function: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run and remember a kernel that is not PyTorch's."""
+        with _disable_current_modes():
+            result = function()
+        self._work.append(lambda: result.copy_(function()))
+        return result
+
+    def replay(self) -> None:
+        """Do it all again in the same memory."""
+        for work in self._work:
+            work()
+
+
+def _indexes_by_mask(function: Any, args: Any) -> bool:
+    if function not in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+        return False
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+
+
+def _copy_into(old: Any, new: Any) -> None:
+    if isinstance(old, torch.Tensor):
+        if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
+            old.copy_(new)
+    elif isinstance(old, (list, tuple)):
+        for one, other in zip(old, new, strict=True):
+            _copy_into(one, other)
+
+
+@contextlib.contextmanager
+def no_waiting_operations() -> Iterator[None]:
+    """Fail on operations that would make the host wait for a device, whatever device the tensors are on."""
+    with _WaitingWatch():
+        yield
+
+
+class _WaitingWatch(torch.overrides.TorchFunctionMode):
+    _NAMES = frozenset(
+        {"item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
+    )
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", "")
+        if name in self._NAMES:
+            raise DeviceError(f"Tensor.{name} makes the host wait for the device")
+        if name == "__getitem__" and _has_mask(args[1]):
+            raise DeviceError("indexing by a mask makes the host wait for the device")
+        return function(*args, **(kwargs or {}))
+
+
+def _has_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype is torch.bool for part in parts)

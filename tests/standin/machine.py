@@ -1,0 +1,49 @@
+"""Puts the fake device and the fake FlashInfer in the place of the real ones, for models on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
+
+import pytest
+from standin.fake_accelerator import FakeAccelerator
+from standin.fake_flashinfer import DTYPES, fake_flashinfer
+
+from hfpaged.runtime.attention import flashinfer_backend, flashinfer_probe
+from hfpaged.runtime.attention.interface import KVTensors, LayerShape
+from hfpaged.runtime.attention.native_backend import NativeBackend
+
+
+class StandIn(NamedTuple):
+    """The device and the library that engines made in the block use."""
+
+    device: FakeAccelerator
+    library: ModuleType
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[StandIn]:
+    """`attention_backend="auto"` chooses FlashInfer for models on the CPU; its pools begin as NaN."""
+    device = FakeAccelerator()
+    library = fake_flashinfer(device)
+    backend = flashinfer_backend.FlashInferBackend
+    allocate = backend.allocate
+
+    def allocate_poisoned(self: flashinfer_backend.FlashInferBackend, shape: LayerShape, num_blocks: int) -> KVTensors:
+        return tuple(device.on_device.add(tensor.fill_(float("nan"))) for tensor in allocate(self, shape, num_blocks))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "flashinfer", library)
+        patch.setattr(flashinfer_probe, "package_problem", lambda: None)
+        patch.setattr(flashinfer_probe, "DTYPES", DTYPES)
+        patch.setattr(flashinfer_backend, "machine_problem", lambda device: None)
+        patch.setattr(flashinfer_backend, "accelerator_for", lambda _: device)
+        patch.setattr(backend, "device_types", frozenset({"cpu"}))
+        patch.setattr(backend, "allocate", allocate_poisoned)
+        patch.setattr(NativeBackend, "device_types", frozenset())
+        yield StandIn(device, library)
+
+
