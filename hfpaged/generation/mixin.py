@@ -82,7 +82,7 @@ class PagedGenerationMixin:
 
     def _assisted_decoding(self, input_ids: Any, **arguments: Any) -> Any:
         call, reason = self._routed(input_ids, arguments, loop="assisted decoding")
-        if reason is None and arguments.get("assistant_model") is None and not _needs_lockstep(call):
+        if reason is None and _looks_up_in_prompt(call, arguments) and not _needs_lockstep(call):
             return self._run_on_engine(call, _lookup_options(call))
         if reason is None:
             return self._run_loop("_assisted_decoding", call, arguments, repeats=1)
@@ -135,7 +135,8 @@ class PagedGenerationMixin:
     def _run_on_engine(self, call: GenerateCall, lookup: LookupOptions | None = None) -> Any:
         if _needs_lockstep(call):
             specs = row_specs(self, call, self._row_logits_processor, steered=True)
-            row_lists = [row_processors(call, spec.prompt, self._row_logits_processor) for spec in specs]
+            make = self._row_logits_processor
+            row_lists = [row_processors(call, row, spec.prompt, make) for row, spec in enumerate(specs)]
             return LockstepLoop(self, call, specs, row_lists).run()
         engine = self._hfpaged  # `unpatch` may take it away from the model while this call runs
         handles = engine.submit_specs(row_specs(self, call, self._row_logits_processor, lookup=lookup))
@@ -160,6 +161,11 @@ def _needs_lockstep(call: GenerateCall) -> bool:
     # Without an end token, stock goes on with rows that another criterion ended until all have.
     ends_unevenly = not call.stops_at_eos and len(call.criteria) > 1
     return call.streamer is not None or ends_unevenly
+
+
+def _looks_up_in_prompt(call: GenerateCall, arguments: dict[str, Any]) -> bool:
+    """Whether guesses come from the text itself. The rest is for stock's loop to judge."""
+    return arguments.get("assistant_model") is None and getattr(call.config, "assistant_ensemble_weight", None) is None
 
 
 def _lookup_options(call: GenerateCall) -> LookupOptions:

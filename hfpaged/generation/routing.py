@@ -31,8 +31,7 @@ def stock_reason(model: PreTrainedModel, call: GenerateCall, cache: object | Non
     Raises:
         InputError: a row of the mask is all zero, which no path can generate from.
     """
-    for check in (_inputs_reason, _config_reason):
-        reason = check(call, cache)
+    for reason in (_config_reason(call), _inputs_reason(call, cache)):
         if reason is not None:
             return reason
     if "prepare_inputs_for_generation" in vars(model):
@@ -86,7 +85,7 @@ def _is_returned_prefix(cache: object, call: GenerateCall) -> bool:
     return isinstance(cache, ReturnedCache) and cache.is_prefix_of(call.input_ids, call.attention_mask)
 
 
-def _config_reason(call: GenerateCall, cache: object | None) -> str | None:
+def _config_reason(call: GenerateCall) -> str | None:
     config = call.config
     if config.use_cache is False:
         return "use_cache=False"
@@ -107,7 +106,8 @@ def _positions_are_plain(call: GenerateCall) -> bool:
     mask = call.attention_mask
     if mask is None:
         expected = torch.arange(call.padded_len, device=given.device).expand(call.num_rows, -1)
-        return given.shape[-1] == call.padded_len and bool((given == expected).all())
+        fits = given.shape[-1] == call.padded_len and given.shape[0] in (1, call.num_rows)
+        return fits and bool((given == expected).all())
     expected = mask.long().cumsum(-1) - 1
     return given.shape == mask.shape and bool(((given == expected) | (mask == 0)).all())
 

@@ -100,7 +100,7 @@ def row_specs(
             max_tokens=len(prompt) + call.max_new_tokens,
             stop=StopRule.from_criteria(call.criteria, len(prompt) + call.max_new_tokens),
             thread_state=state,
-            processors=None if steered else _compiled(call, prompt, make_processors),
+            processors=None if steered else _compiled(call, index, prompt, make_processors),
             do_sample=bool(call.config.do_sample),
             seed=keys[index][0],
             sample_index=keys[index][1],
@@ -119,8 +119,10 @@ def row_specs(
     ]
 
 
-def row_processors(call: GenerateCall, prompt: list[int], make_processors: MakeProcessors) -> LogitsProcessorList:
-    """The list that Transformers would build for `prompt` alone, in the order of the call's own list.
+def row_processors(
+    call: GenerateCall, row: int, prompt: list[int], make_processors: MakeProcessors
+) -> LogitsProcessorList:
+    """The list that Transformers would build for `prompt`, a row's, alone, in the order of the call's own list.
 
     What it builds for the padded batch carries the batch's width: minimum lengths, forced tokens at the end, and so
     on. Here `max_length` and `min_length` leave the row as many new tokens as they leave the batch.
@@ -137,14 +139,22 @@ def row_processors(call: GenerateCall, prompt: list[int], make_processors: MakeP
     arguments.update(
         generation_config=config,
         input_ids_seq_length=len(prompt),
-        encoder_input_ids=ids,
+        encoder_input_ids=_given_prompt(call, row, len(prompt)),
         model_kwargs={"attention_mask": torch.ones_like(ids)},
     )
     return make_processors(**arguments)
 
 
-def _compiled(call: GenerateCall, prompt: list[int], make_processors: MakeProcessors) -> CompiledProcessors | None:
-    return CompiledProcessors(row_processors(call, prompt, make_processors)) if call.processors else None
+def _given_prompt(call: GenerateCall, row: int, length: int) -> torch.LongTensor:
+    """[1, length] ids of a row as `generate` was given them, before token healing."""
+    given = call.processors.arguments["encoder_input_ids"]
+    return given[row * len(given) // call.num_rows, -length:][None]
+
+
+def _compiled(
+    call: GenerateCall, row: int, prompt: list[int], make_processors: MakeProcessors
+) -> CompiledProcessors | None:
+    return CompiledProcessors(row_processors(call, row, prompt, make_processors)) if call.processors else None
 
 
 def _random_keys(call: GenerateCall, repeats: int) -> list[tuple[int, int]]:
