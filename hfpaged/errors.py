@@ -57,6 +57,14 @@ class EngineReleasedError(HfpagedError):
     """The engine of this request was released or unpatched while the request was running."""
 
 
+class EngineDeadError(HfpagedError):
+    """The engine's process has ended, or could not start. The message says how; no request of it will be answered."""
+
+
+class EngineBusyError(HfpagedError):
+    """The engine's process does not take more requests at the moment. Nothing was queued; try again later."""
+
+
 class ForkedEngineError(HfpagedError):
     """The process was forked while requests were running; the child cannot continue them."""
 

@@ -16,9 +16,9 @@ from transformers import BatchEncoding, PreTrainedModel, set_seed
 
 import hfpaged
 from hfpaged.cli.arguments import add_model_options, positive_int
-from hfpaged.cli.loading import load, set_threads
 from hfpaged.cli.prompts import DEFAULT_PROMPTS, encode, last_line
 from hfpaged.errors import InputError
+from hfpaged.models.loading import load, set_threads
 
 NAME = "generate"
 SUMMARY = "generate from several prompts, with the engine and without"

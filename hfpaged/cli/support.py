@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 import hfpaged
-from hfpaged.cli.loading import load_model
+from hfpaged.models.loading import load_model
 
 NAME = "support"
 SUMMARY = "say whether a model can be patched, and why not"

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import hfpaged
 from hfpaged.cli.arguments import add_model_options, positive_int
-from hfpaged.cli.loading import load, set_threads
+from hfpaged.models.loading import load, set_threads
 
 NAME = "verify"
 SUMMARY = "compare stock and patched text of a prompt, token by token"

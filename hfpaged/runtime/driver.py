@@ -22,6 +22,9 @@ class Driver:
         has_live_requests: whether a fork now would lose requests.
         on_error: told of what escapes from a step or command, which is always a bug; must leave nobody waiting.
         idle_seconds: how long the thread waits for a command before it ends.
+
+    Attributes:
+        listeners: called on the stepping thread after each round of commands and step. They must not block or raise.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Driver:
         self._has_live_requests = has_live_requests
         self._on_error = on_error
         self._idle_seconds = idle_seconds
+        self.listeners: list[Callable[[], None]] = []
         self._reset()
 
     def _reset(self) -> None:
@@ -107,6 +111,8 @@ class Driver:
             for command in commands:
                 self._guarded(command)
             busy = bool(self._guarded(self._step))
+            for listener in self.listeners:
+                listener()
 
     def _guarded(self, function: Callable[[], Any]) -> Any:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -114,6 +114,10 @@ class EngineCore:
         return self._driver.call(
             lambda: EngineSnapshot(self.stats(), self._stepper.snapshot_books(max_blocks, max_requests))
         )
+
+    def add_listener(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called on the stepping thread whenever handles may have news. It must not block or raise."""
+        self._driver.listeners.append(listener)
 
     def _require_fits(self, specs: Sequence[RequestSpec]) -> None:
         workspace = self._stepper.workspace

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import torch
@@ -26,6 +27,8 @@ class GenerationHandle:
             complete when the first new token is there; only if asked for.
         finish_reason: None while running, then "stop" (end of sequence, stop string or another criterion), "length",
             "cancelled" or "error".
+        submitted_at, started_at: seconds of `time.perf_counter()` when it was submitted, and when it first took part
+            in a step; the latter is None while it waits.
     """
 
     def __init__(self, request_id: int, prompt_len: int, on_cancel: Callable[[GenerationHandle], None]):
@@ -37,6 +40,8 @@ class GenerationHandle:
         self.logprobs: list[TokenLogprob] = []
         self.prompt_logprobs: list[TokenLogprob | None] = []
         self.finish_reason: str | None = None
+        self.submitted_at = time.perf_counter()
+        self.started_at: float | None = None
         self._error: BaseException | None = None
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
@@ -49,6 +54,11 @@ class GenerationHandle:
     def done(self) -> bool:
         """Whether the request has ended, in whatever way."""
         return self.finish_reason is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the request in error, if something did."""
+        return self._error
 
     def result(self, timeout: float | None = None) -> list[int]:
         """Wait for the end and return the new token ids.
@@ -81,14 +91,23 @@ class GenerationHandle:
 
     async def __aiter__(self) -> AsyncIterator[int]:
         read = 0
-        while True:
-            while len(self.tokens) == read and not self.done:
-                await self._wait_async(read)
-            if len(self.tokens) == read:
-                self._raise_if_failed()
-                return
-            yield self.tokens[read]
-            read += 1
+        while tokens := await self.tokens_after(read):
+            for token in tokens:
+                yield token
+            read += len(tokens)
+
+    async def tokens_after(self, read: int) -> list[int]:
+        """Wait until there are more than `read` tokens and return all beyond; nothing once the request has ended.
+
+        Raises:
+            RequestCancelled, Exception: as `result()`, after the last token.
+        """
+        while len(self.tokens) == read and not self.done:
+            await self._wait_async(read)
+        tokens = self.tokens[read:]
+        if not tokens:
+            self._raise_if_failed()
+        return tokens
 
     def take_logits(self) -> torch.Tensor | None:
         """Of a steered request: wait for the logits of its last tokens, as many as were asked for.
@@ -128,6 +147,12 @@ class GenerationHandle:
             if logprob is not None:
                 self.logprobs.append(logprob)
             self.tokens.append(token)
+            self._notify()
+
+    def push_all(self, tokens: Sequence[int]) -> None:
+        """Several tokens were drawn."""
+        with self._changed:
+            self.tokens.extend(tokens)
             self._notify()
 
     def offer_logits(self, logits: torch.Tensor) -> None:

@@ -158,6 +158,7 @@ class Stepper:
         self._counters.times.schedule += planned - began
         if plan is None:
             return False
+        self._note_started(plan, planned)
         try:
             output = workspace.runner.run(plan, wants_logits(plan, self.live))
             ran = time.perf_counter()
@@ -176,6 +177,13 @@ class Stepper:
         times.forward += ran - planned
         times.sample += time.perf_counter() - ran
         return True
+
+    def _note_started(self, plan: Plan, now: float) -> None:
+        """Tell the handles of requests that are in a step for the first time."""
+        for entry in plan.entries:
+            if entry.full_table is not None:
+                handle = self.live[entry.id].handle
+                handle.started_at = handle.started_at or now
 
     def _propose_drafts(self) -> None:
         """Let requests that speculate guess ahead, where one token is all they have left to compute."""

@@ -30,7 +30,7 @@ from hfpaged.cli.bench.engines import ENGINES
 from hfpaged.cli.bench.measure import Measurement, measure
 from hfpaged.cli.bench.report import Setting, json_lines, table, write_json
 from hfpaged.cli.bench.workload import KINDS, BenchRequest, make_workload, read_workload
-from hfpaged.cli.loading import load, set_threads
+from hfpaged.models.loading import load, set_threads
 
 NAME = "bench"
 SUMMARY = "time the engine beside Transformers' own ways to generate"

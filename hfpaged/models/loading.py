@@ -1,4 +1,4 @@
-"""Load the model and tokenizer that a command line names."""
+"""Load the model and tokenizer that a user names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_model(name: str | None, dtype: str) -> tuple[PreTrainedModel, str]:
 
 
 def resolve(name: str | None) -> tuple[str | Path, str]:
-    """What to give `from_pretrained`, and the name to show, for a --model argument."""
+    """What to give `from_pretrained`, and the name to show, for what a user names."""
     if name is None:
         default = default_model()
         return default.path, default.label
