@@ -70,6 +70,19 @@ def _norm(*conditions: Guard) -> Guard:
     )
 
 
+def _packed(*conditions: Guard) -> Guard:
+    """A product with weights in 4 bits: codes in words, scales in bytes, activations in a computed dtype."""
+    return _cpu(
+        needs("x", "codes", "scales", "out"),
+        dtype_among("x", *_COMPUTED),
+        same_dtype("x", "out"),
+        dtype_among("codes", torch.int32),
+        dtype_among("scales", torch.uint8),
+        dtype_among("bias", *_COMPUTED),
+        *conditions,
+    )
+
+
 FUSIONS = (
     Fusion(
         "embedding",
@@ -98,6 +111,32 @@ FUSIONS = (
         "T(T(act(T(gate))) * T(up))",
         ("cpu",),
         _linear(needs("up_weight"), same_dtype("x", "up_weight", "up_bias"), same_width("x", "up_weight")),
+    ),
+    Fusion(
+        "packed_linear",
+        "act(packed_linear(x))",
+        "y = T(fp32 sum of the groups' scaled sums + bias); T(act(y))",
+        ("cpu",),
+        _packed(),
+    ),
+    Fusion(
+        "packed_linear_residual",
+        "residual + packed_linear(x) * multiplier",
+        "y = T(fp32 sum of the groups' scaled sums + bias); T(residual + T(y * multiplier))",
+        ("cpu",),
+        _packed(needs("residual"), same_dtype("x", "residual"), same_width("out", "residual")),
+    ),
+    Fusion(
+        "packed_gate_up_activation",
+        "act(gate_proj(x)) * up_proj(x), both in 4 bits",
+        "T(T(act(T(gate))) * T(up))",
+        ("cpu",),
+        _packed(
+            needs("up_codes", "up_scales"),
+            dtype_among("up_codes", torch.int32),
+            dtype_among("up_scales", torch.uint8),
+            dtype_among("up_bias", *_COMPUTED),
+        ),
     ),
     Fusion(
         "rms_norm.rounded_then_scaled",

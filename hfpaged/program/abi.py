@@ -72,7 +72,10 @@ class RotaryStyle(IntEnum):
 class PackedWeight(ctypes.Structure):
     """A packed weight matrix; `columns` and `depth` as in csrc/gemm.h."""
 
-    _fields_ = [("panels", c_void_p), ("bias", c_void_p), ("columns", c_int32), ("depth", c_int32)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("panels", "strips", "bias")),
+        *((name, c_int32) for name in ("columns", "depth")),
+    ]
 
 
 class NormWeights(ctypes.Structure):

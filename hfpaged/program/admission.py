@@ -11,6 +11,7 @@ from hfpaged.fusion.operand import FusionValues, Operand
 from hfpaged.fusion.registry import Admission, FusionRegistry
 from hfpaged.program.abi import NormKind
 from hfpaged.program.description import Attention, Experts, Linear, Mlp, Model, Norm
+from hfpaged.quantization.packed_linear import PackedLinear
 
 NORM_FUSIONS = {
     NormKind.RMS_ROUNDED_THEN_SCALED: "rms_norm.rounded_then_scaled",
@@ -54,15 +55,19 @@ class Gatekeeper:
         operands = self._linear_operands(linear)
         if residual:
             operands["residual"] = operands["out"]
-        return self._admit("linear_residual" if residual else "linear", operands, [linear.module])
+        name = "linear_residual" if residual else "linear"
+        return self._admit(_packed_or(name, linear), operands, [linear.module])
 
     def gate_up(self, mlp: Mlp) -> Admission:
         """Gate and up projections of a gated MLP."""
         operands = self._linear_operands(mlp.gate)
-        operands["up_weight"] = Operand.of(mlp.up.weight)
+        if mlp.up.packed is None:
+            operands["up_weight"] = Operand.of(mlp.up.weight)
+        else:
+            operands |= {f"up_{role}": operand for role, operand in _packed_operands(mlp.up.packed).items()}
         if mlp.up.bias is not None:
             operands["up_bias"] = Operand.of(mlp.up.bias)
-        return self._admit("gate_up_activation", operands, [mlp.gate.module, mlp.up.module])
+        return self._admit(_packed_or("gate_up_activation", mlp.gate), operands, [mlp.gate.module, mlp.up.module])
 
     def norm(self, norm: Norm) -> Admission:
         """A normalization. Its gamma is fp32 for the guard where the module converts it before it multiplies."""
@@ -114,12 +119,11 @@ class Gatekeeper:
                 self.gate_up(each)
 
     def _linear_operands(self, linear: Linear) -> dict[str, Operand]:
-        weight = linear.weight
-        operands = {
-            "x": self._rows(weight.shape[1]),
-            "weight": Operand.of(getattr(linear.module, linear.parameter)),
-            "out": self._rows(linear.out_features),
-        }
+        operands = {"x": self._rows(linear.in_features), "out": self._rows(linear.out_features)}
+        if linear.packed is None:
+            operands["weight"] = Operand.of(getattr(linear.module, linear.parameter))
+        else:
+            operands |= _packed_operands(linear.packed)
         if linear.bias is not None:
             operands["bias"] = Operand.of(linear.bias)
         return operands
@@ -135,6 +139,14 @@ class Gatekeeper:
             adapted=any("active_adapters" in dir(type(module)) for module in modules),
         )
         return self._registry.admit(name, values)
+
+
+def _packed_or(name: str, linear: Linear) -> str:
+    return name if linear.packed is None else f"packed_{name}"
+
+
+def _packed_operands(module: PackedLinear) -> dict[str, Operand]:
+    return {"codes": Operand.of(module.codes), "scales": Operand.of(module.scales)}
 
 
 def _is_hooked(module: nn.Module) -> bool:

@@ -52,7 +52,7 @@ class Assembler:
             normed=program.add_buffer(width),
             branch=program.add_buffer(width),
             qkv=program.add_buffer(max(_qkv_width(layer.attention) for layer in model.layers)),
-            attended=program.add_buffer(max(layer.attention.output.weight.shape[1] for layer in model.layers)),
+            attended=program.add_buffer(max(layer.attention.output.in_features for layer in model.layers)),
             inner=program.add_buffer(max(_inner_width(layer.mlp) for layer in model.layers)),
             sampled=program.add_buffer(width, RowSet.SAMPLES),
         )
@@ -179,7 +179,7 @@ class Assembler:
     def _add_experts(self, layer: Layer, moe: Experts, source: int) -> None:
         """Router, pairs in the order of their experts, both products of every expert, and the sum of each token."""
         program, width, count = self._program, self._model.hidden_size, len(moe.experts)
-        inner = moe.experts[0].down.weight.shape[1]
+        inner = moe.experts[0].down.in_features
         logits = program.add_buffer(count)
         pairs, pairs_inner = (program.add_buffer(size, RowSet.EXPERT_PAIRS) for size in (width, inner))
         self._add_product(self._gate.linear(moe.router), side_by_side([moe.router]), source, logits, count)
@@ -214,4 +214,4 @@ def _qkv_width(attention: Attention) -> int:
 
 def _inner_width(mlp: Mlp | Experts) -> int:
     # Experts have buffers of their own, for pairs instead of tokens.
-    return 1 if isinstance(mlp, Experts) else mlp.down.weight.shape[1]
+    return 1 if isinstance(mlp, Experts) else mlp.down.in_features

@@ -13,6 +13,7 @@ from torch import nn
 
 from hfpaged.errors import HfpagedError
 from hfpaged.program.abi import Activation, NormKind, RotaryStyle
+from hfpaged.quantization.packed_linear import PackedLinear
 
 
 class NotRecognized(HfpagedError):
@@ -21,6 +22,13 @@ class NotRecognized(HfpagedError):
     def __init__(self, reason: str):
         self.reason = reason
         super().__init__(reason)
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is exactly a linear layer, dense or in 4 bits, that takes its input as it is."""
+    if type(module) is PackedLinear:
+        return module.activation is None
+    return type(module) is nn.Linear
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class Linear:
 
     @property
     def weight(self) -> torch.Tensor:
-        """[out, in] as the live module holds it now; rows not selected yet."""
+        """[out, in] as the live module holds it now; rows not selected yet. Not there if it is packed."""
         weight = getattr(self.module, self.parameter).detach()
         return weight if self.expert is None else weight[self.expert]
 
@@ -51,9 +59,21 @@ class Linear:
         return getattr(self.module, "bias", None) if self.parameter == "weight" else None
 
     @property
+    def packed(self) -> PackedLinear | None:
+        """The module, if its weight is in 4 bits."""
+        return self.module if isinstance(self.module, PackedLinear) else None
+
+    @property
+    def in_features(self) -> int:
+        """Inputs."""
+        return self.weight.shape[1] if self.packed is None else self.packed.in_features
+
+    @property
     def out_features(self) -> int:
         """Outputs after the selection of rows."""
-        return self.weight.shape[0] if self.rows is None else len(self.rows)
+        if self.rows is not None:
+            return len(self.rows)
+        return self.weight.shape[0] if self.packed is None else self.packed.out_features
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from hfpaged.program.description import Norm, RotaryCall, TableForm
 from hfpaged.program.norms import beta_of, gamma_of
 from hfpaged.program.panels import PackedMatrix, Part
 from hfpaged.program.rotary import RotaryTable
+from hfpaged.program.strip_matrix import StripMatrix
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class NativeProgram:
 
     Attributes:
         num_ops: operations so far.
-        packed_bytes: memory of the packed weights.
+        packed_bytes: memory that the products read.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
@@ -65,7 +66,7 @@ class NativeProgram:
             raise NativeKernelError("out of memory for a program")
         weakref.finalize(self, library.hfp_program_destroy, self._handle)
         self.num_ops = 0
-        self._matrices: list[PackedMatrix] = []
+        self._matrices: list[PackedMatrix | StripMatrix] = []
         self._norms: list[NormVectors] = []
         self._tables: list[RotaryTable] = []
         self._sinks: list[tuple[nn.Module, str, np.ndarray]] = []
@@ -74,8 +75,13 @@ class NativeProgram:
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the packed weights."""
+        """Memory that the products read: packed copies, and weights in 4 bits where they are."""
         return sum(matrix.num_bytes for matrix in self._matrices)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The part of `packed_bytes` that is the live modules' own memory: weights in 4 bits."""
+        return sum(matrix.num_bytes for matrix in self._matrices if isinstance(matrix, StripMatrix))
 
     def add_buffer(self, width: int, rows: RowSet = RowSet.TOKENS) -> int:
         """A buffer of activations, `width` elements a row. Returns its index."""
@@ -101,9 +107,21 @@ class NativeProgram:
         self._embeddings.append((self.num_ops, struct, module))
         self.add(admission, OpKind.EMBED, struct)
 
+    @property
+    def num_elements(self) -> int:
+        """Weights in all matrices."""
+        return sum(matrix.num_elements for matrix in self._matrices)
+
     def pack(self, parts: list[Part]) -> abi.PackedWeight:
-        """A packed matrix for the kernels, empty until `refresh`."""
-        self._matrices.append(PackedMatrix(self._library, parts, self._dtype))
+        """A packed matrix for the kernels, empty until `refresh`; one in 4 bits is the modules' own.
+
+        Raises:
+            NotRecognized: the parts cannot be one matrix.
+        """
+        if any(part.linear.packed is not None for part in parts):
+            self._matrices.append(StripMatrix(parts))
+        else:
+            self._matrices.append(PackedMatrix(self._library, parts, self._dtype))
         return self._matrices[-1].weight
 
     def norm_weights(self, norm: Norm | None) -> abi.NormWeights:

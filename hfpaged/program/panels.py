@@ -49,6 +49,7 @@ class PackedMatrix:
     Attributes:
         weight: the struct for the kernels. Valid as long as this object lives.
         num_bytes: size of the copy.
+        num_elements: of the weights in it.
     """
 
     def __init__(self, library: ctypes.CDLL, parts: list[Part], dtype: torch.dtype):
@@ -67,7 +68,8 @@ class PackedMatrix:
         if any(part.linear.bias is not None for part in parts):
             self._bias = np.zeros(panels * PANEL_COLUMNS, dtype=np.float32)
         bias_address = None if self._bias is None else self._bias.ctypes.data
-        self.weight = PackedWeight(self._address, bias_address, panels * PANEL_COLUMNS, depth)
+        self.num_elements = self._in_features * sum(part.linear.out_features for part in parts)
+        self.weight = PackedWeight(self._address, None, bias_address, panels * PANEL_COLUMNS, depth)
 
     def uses(self, modules: set[nn.Module]) -> bool:
         """Whether a part of it belongs to one of `modules`."""

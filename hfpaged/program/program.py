@@ -83,7 +83,7 @@ class StepProgram:
     @property
     def packed_bytes(self) -> int:
         """Memory of the packed weights, which the live parameters do not share."""
-        return self._native.packed_bytes
+        return self._native.packed_bytes - self._native.shared_bytes
 
     def repack(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Take over weights that changed: of `modules`, or of all.
@@ -142,6 +142,6 @@ class StepProgram:
 
     def _seconds(self, tokens: int) -> float:
         """Rough time of a step of `tokens` tokens on one thread."""
-        reads = self.packed_bytes / _BYTES_PER_SECOND
-        multiply_adds = tokens * self.packed_bytes / self.description.dtype.itemsize
+        reads = self._native.packed_bytes / _BYTES_PER_SECOND
+        multiply_adds = tokens * self._native.num_elements
         return max(reads, multiply_adds / _MULTIPLY_ADDS_PER_SECOND)

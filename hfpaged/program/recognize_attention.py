@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hfpaged.program.abi import RotaryStyle
-from hfpaged.program.description import Attention, Linear, Norm, NotRecognized
+from hfpaged.program.description import Attention, Linear, Norm, NotRecognized, is_linear
 from hfpaged.program.norms import identify_norm
 from hfpaged.program.rotary import find_rotary_call, identify_rotation
 from hfpaged.program.trace import AttentionCall, ModuleCall, Trace, same_memory
@@ -35,7 +35,7 @@ def recognize_attention(trace: Trace, call: AttentionCall) -> Attention:
     """
     _require_known_options(call)
     own = _only_call(trace, call.module)
-    linears = [inner for inner in calls_inside(trace, own) if type(inner.module) is nn.Linear]
+    linears = [inner for inner in calls_inside(trace, own) if is_linear(inner.module)]
     output = next((inner for inner in linears if same_memory(inner.input, call.output)), None)
     if output is None:
         raise NotRecognized(f"{own.name}: no output projection reads what attention returns")
@@ -150,7 +150,7 @@ def _after_norm(
     """The norm that follows a projection, and the state [T, heads, dim] that goes on to the rotation."""
     tokens, heads, dim = attended.shape
     for call in calls_inside(trace, own):
-        if type(call.module) is not nn.Linear and same_memory(call.input, projection.memory):
+        if not is_linear(call.module) and same_memory(call.input, projection.memory):
             width = call.input.shape[-1]
             if width not in (dim, heads * dim):
                 raise NotRecognized(f"{call.name} normalizes neither heads nor whole rows")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from hfpaged.program.description import Experts, Layer, Mlp, Norm, NotRecognized
+from hfpaged.program.description import Experts, Layer, Mlp, Norm, NotRecognized, is_linear
 from hfpaged.program.norms import identify_norm
 from hfpaged.program.recognize_attention import calls_inside, recognize_attention
 from hfpaged.program.recognize_experts import find_experts_call, recognize_experts
@@ -43,7 +43,7 @@ class LayerReader:
         self._own = trace.calls_of(attention.module)[0]
         inside_attention = {id(inner) for inner in calls_inside(trace, self._own)} | {id(self._own)}
         self._outside = [inner for inner in calls_inside(trace, call) if id(inner) not in inside_attention]
-        self._linears = [inner for inner in self._outside if type(inner.module) is nn.Linear]
+        self._linears = [inner for inner in self._outside if is_linear(inner.module)]
 
     def read(self) -> Layer:
         """Describe the layer.

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from hfpaged.program.abi import Activation
-from hfpaged.program.description import Linear, Mlp, NotRecognized
+from hfpaged.program.description import Linear, Mlp, NotRecognized, is_linear
 from hfpaged.program.trace import ModuleCall, same_memory
 
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -29,7 +28,7 @@ def recognize_mlp(name: str, calls: list[ModuleCall]) -> Mlp:
     Raises:
         NotRecognized: the input of the down projection is no known activation of the others' outputs.
     """
-    if any(type(call.module) is not nn.Linear for call in calls) or len(calls) not in (2, 3):
+    if any(not is_linear(call.module) for call in calls) or len(calls) not in (2, 3):
         raise NotRecognized(f"{name}: its MLP has {len(calls)} linear modules instead of 2 or 3")
     *inputs, down = calls
     if any(not same_memory(call.input, inputs[0].input) for call in inputs):

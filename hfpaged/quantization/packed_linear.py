@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional
 
 from hfpaged.quantization.activation import quantize_activation
+from hfpaged.quantization.native_strips import StripProduct, can_multiply
 from hfpaged.quantization.record import ActivationScheme, QuantizedLinear, WeightFormat
 from hfpaged.quantization.strips import codes_to_strips, scales_to_strips, strips_to_codes, strips_to_scales
 
 # Inputs that one pass of the kernels' inner loop takes.
 _GROUP_MULTIPLE = 16
+# Attribute of a module that is no part of its state: addresses of its buffers.
+_PRODUCT = "_hfpaged_product"
 _SCALE_DTYPES = {
     WeightFormat.NVFP4: torch.float8_e4m3fn,
     WeightFormat.MXFP4: torch.uint8,
@@ -77,7 +82,17 @@ class PackedLinear(nn.Module):
         """Multiply, after quantizing the input where the checkpoint says so."""
         if self.activation is not None:
             x = quantize_activation(x, self.activation)
-        return functional.linear(x, self.record().dequantize().to(x.dtype), self.bias)
+        if not can_multiply(x):
+            return functional.linear(x, self.record().dequantize().to(x.dtype), self.bias)
+        product: StripProduct | None = self.__dict__.get(_PRODUCT)
+        if product is None or not product.serves(self.codes, self.scales):
+            product = StripProduct(self.codes, self.scales, self.global_scale, self.format, self.group)
+            self.__dict__[_PRODUCT] = product
+        return product(x, None if self.bias is None else self.bias.float(), self.out_features)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles have other memory, so addresses stay behind.
+        return {name: value for name, value in self.__dict__.items() if name != _PRODUCT}
 
     def extra_repr(self) -> str:
         """For printing a model."""

@@ -45,17 +45,19 @@ class StoredLinear(nn.Module):
         """
         loaded = {leaf: value.detach() for leaf, value in self.named_parameters(recurse=False)}
         for leaf, value in loaded.items():
-            _require_finite(f"{name}.{leaf}", value)
+            _require_sound(f"{name}.{leaf}", value)
         return _READERS[self.scheme.format](self.scheme, name, loaded)
 
 
-def _require_finite(name: str, value: torch.Tensor) -> None:
+def _require_sound(name: str, value: torch.Tensor) -> None:
     if value.dtype == torch.uint8 and name.endswith("weight_scale"):
         finite = not bool((value == E8M0_NAN).any())  # E8M0 has one NaN and nothing else
     else:
         finite = not value.is_floating_point() or bool(torch.isfinite(value.float()).all())
     if not finite:
         raise CheckpointError(f"{name} is not finite")
+    if name.endswith("_scale") and value.dtype == torch.float8_e4m3fn and bool(torch.signbit(value.float()).any()):
+        raise CheckpointError(f"{name} is negative")
 
 
 def _positive(name: str, value: torch.Tensor) -> float:

@@ -14,11 +14,14 @@ namespace hfp {
 constexpr int kPanelColumns = 64;
 constexpr int kStepBytes = kPanelColumns * 4;
 
+struct StripWeight;  // strips.h
+
 struct PackedWeight {
-  const char* panels;  // [panel_count][depth][64] words, 64-byte aligned
-  const float* bias;   // [panel_count * 64], in the order of the packed columns; null without bias
-  int columns;         // N
-  int depth;           // steps per panel: K for fp32, (K + 1) / 2 for 16-bit types
+  const char* panels;         // [panel_count][depth][64] words, 64-byte aligned; null with strips
+  const StripWeight* strips;  // the weight in 4 bits instead; null: dense
+  const float* bias;          // [panel_count * 64], in the order of the packed columns; null without bias
+  int columns;                // N
+  int depth;                  // steps per panel: K for fp32, (K + 1) / 2 for 16-bit types
 
   HFP_ALWAYS_INLINE int panel_count() const { return (columns + kPanelColumns - 1) / kPanelColumns; }
   HFP_ALWAYS_INLINE int64_t panel_bytes() const { return static_cast<int64_t>(depth) * kStepBytes; }

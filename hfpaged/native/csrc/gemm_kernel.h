@@ -236,8 +236,16 @@ inline bool prefers_tall_tile(int rows) {
   return rows >= kTallFrom && rows <= kTallTo;
 }
 
+// The same for weights in 4 bits (strips_kernel.h).
+template <class T>
+Units strip_units_of(int rows, int panels);
+template <class T, class Epilogue>
+void multiply_strips(const InputRows<T>& in, const StripWeight& weight, int panels, int64_t begin, int64_t end,
+                     Epilogue& epilogue);
+
 template <class T>
 inline Units units_of(int rows, const PackedWeight& weight) {
+  if (weight.strips) return strip_units_of<T>(rows, weight.panel_count());
   int tile_rows = prefers_tall_tile<T>(rows) ? kTallTile.rows : kWideTile<T>.rows;
   int row_tiles = (rows + tile_rows - 1) / tile_rows;
   return {row_tiles, static_cast<int64_t>(weight.panel_count()) * row_tiles};
@@ -271,6 +279,7 @@ template <class T, class Epilogue>
 void multiply(const InputRows<T>& in, const PackedWeight& weight, int64_t begin, int64_t end, const char* next_product,
               Epilogue&& epilogue) {
   constexpr TileShape wide = kWideTile<T>;
+  if (weight.strips) return multiply_strips<T>(in, *weight.strips, weight.panel_count(), begin, end, epilogue);
   if (prefers_tall_tile<T>(in.count))
     multiply_with_tile<T, kTallTile.rows, kTallTile.vectors>(in, weight, begin, end, next_product, epilogue);
   else

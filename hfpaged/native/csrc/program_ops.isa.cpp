@@ -64,6 +64,7 @@ const char* first_panel_of_next_product(const Run& run, int32_t op_index, Share 
     const Op& op = run.ops[i];
     if (op.kind != OpKind::kProduct && op.kind != OpKind::kHead) continue;
     const PackedWeight& weight = op.kind == OpKind::kProduct ? op.product.weight : op.head.weight;
+    if (weight.strips) return nullptr;
     return weight.panel(share.begin(weight.panel_count()));
   }
   return nullptr;

@@ -1,0 +1,39 @@
+// One linear layer with packed 4-bit weights, called by itself.
+#include "strips_kernel.h"
+
+namespace hfp {
+namespace HFP_ISA {
+namespace {
+
+template <class T>
+void linear(const HfpStripsArgs& args, Share share) {
+  InputRows<T> in = {static_cast<const T*>(args.input), args.input_stride, static_cast<int>(args.rows)};
+  int panels = (args.columns + kPanelColumns - 1) / kPanelColumns;
+  auto store = [&](int panel, int first_row, int rows, Tile& tile) {
+    for (int r = 0; r < rows; r++) {
+      T* row = static_cast<T*>(args.output) + (first_row + r) * args.output_stride;
+      for (int v = 0; v < kPanelVectors; v++) {
+        int column = panel * kPanelColumns + v * kLanes, left = args.columns - column;
+        if (left <= 0) break;
+        int count = left < kLanes ? left : kLanes;
+        Vec16 value = tile[r][v];
+        if (args.bias) value = value + load_upto16(args.bias + column, count);
+        store_upto16(row + column, value, count);
+      }
+    }
+  };
+  int64_t units = strip_units_of<T>(in.count, panels).count;
+  multiply_strips<T>(in, args.weight, panels, share.begin(units), share.end(units), store);
+}
+
+}  // namespace
+
+void strips_linear(const HfpStripsArgs& args, int32_t index, int32_t count) {
+  Share share = {index, count};
+  if (args.dtype == HFP_FP32) linear<float>(args, share);
+  else if (args.dtype == HFP_BF16) linear<bf16>(args, share);
+  else linear<fp16>(args, share);
+}
+
+}  // namespace HFP_ISA
+}  // namespace hfp
