@@ -87,6 +87,8 @@ class StripProduct:
         rows = x.reshape(-1, self._in_features)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         out = torch.empty(len(rows), out_features, dtype=x.dtype)
+        if not len(rows):
+            return out.reshape(*x.shape[:-1], out_features)
         args = StripsArgs(self._weight, None if bias is None else bias.data_ptr(), rows.data_ptr(), out.data_ptr())
         args.input_stride, args.output_stride, args.rows = rows.stride(0), out.stride(0), len(rows)
         args.columns, args.dtype, args.threads = out_features, DTYPE_CODES[x.dtype], torch.get_num_threads()

@@ -15,6 +15,7 @@ from hfpaged.fusion.registry import FusionRefused, FusionRegistry
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 COMPUTED = (torch.float32, torch.bfloat16, torch.float16)
+STORED = (torch.int32, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.bfloat16)
 TRIPLES = list(itertools.product(DTYPES, repeat=3))
 WIDTH = 24
 GUARDS = {fusion.name: fusion.guard for fusion in FUSIONS}
@@ -92,6 +93,12 @@ def test_attention_needs_queries_cache_and_output_of_one_dtype(dtypes):
     assert admitted == (len(set(dtypes)) == 1 and x in COMPUTED)
 
 
+@pytest.mark.parametrize("x, out, codes, scales", list(itertools.product(DTYPES, DTYPES, STORED, STORED)))
+def test_packed_weights_are_admitted_only_as_words_and_bytes_beside_one_computed_dtype(x, out, codes, scales):
+    admitted = GUARDS["packed_linear"](values(x=x, out=out, codes=codes, scales=scales)) is None
+    assert admitted == (x == out and x in COMPUTED and codes == torch.int32 and scales == torch.uint8)
+
+
 GOOD = values(
     x=torch.bfloat16,
     weight=torch.bfloat16,
@@ -101,6 +108,10 @@ GOOD = values(
     residual=torch.bfloat16,
     gamma=torch.bfloat16,
     out=torch.bfloat16,
+    codes=torch.int32,
+    scales=torch.uint8,
+    up_codes=torch.int32,
+    up_scales=torch.uint8,
 )
 
 
