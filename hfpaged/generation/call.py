@@ -60,6 +60,11 @@ class CancelScope:
         self._handles: list[GenerationHandle] = []
         self._cancelled = False
 
+    @property
+    def cancelled(self) -> bool:
+        """Whether `cancel` has been called."""
+        return self._cancelled
+
     def cancel(self) -> None:
         """End the scope's running calls with `RequestCancelled`, and every later one at once."""
         with self._lock:

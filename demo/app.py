@@ -1,0 +1,22 @@
+"""The demo as a script: `python demo/app.py` is `hfpaged demo`; `gradio demo/app.py` reloads it as its files change."""
+
+from __future__ import annotations
+
+import sys
+
+if __name__ == "__main__":
+    from hfpaged.cli import demo as command
+    from hfpaged.errors import HfpagedError
+
+    args = command.parse(sys.argv[1:])
+    try:
+        command.require_gradio()
+        import gradio
+
+        # Gradio runs this file again after each change. The model stays, and is patched again.
+        if gradio.NO_RELOAD:
+            loaded = command.load_model(args)
+        demo = command.build(args, *loaded)
+    except HfpagedError as error:
+        sys.exit(f"hfpaged: error: {error}")
+    command.serve(args, demo)
