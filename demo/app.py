@@ -17,6 +17,6 @@ if __name__ == "__main__":
         if gradio.NO_RELOAD:
             loaded = command.load_model(args)
         demo = command.build(args, *loaded)
+        command.serve(args, demo)
     except HfpagedError as error:
         sys.exit(f"hfpaged: error: {error}")
-    command.serve(args, demo)

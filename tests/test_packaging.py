@@ -32,6 +32,11 @@ def test_the_kernel_sources_are_installed() -> None:
     assert matched == {path for path in csrc.iterdir() if path.is_file()}
 
 
+def test_what_the_demo_reads_is_installed() -> None:
+    matched = {path for pattern in SETUPTOOLS["package-data"]["hfpaged.demo"] for path in (ROOT / "demo").glob(pattern)}
+    assert matched == {path for path in (ROOT / "demo").iterdir() if path.is_file() and path.suffix != ".py"}
+
+
 def test_folders_beside_the_package_import_as_its_subpackages(tmp_path: Path) -> None:
     code = "import hfpaged.demo, hfpaged.integrations as i; print(i.__doc__)"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tiny_directory import character_tokenizer
+from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 CHAT_TEMPLATE = (
@@ -15,4 +16,5 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     """Every ASCII character is a token, in conversations as elsewhere."""
     tokenizer = character_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
     return tokenizer

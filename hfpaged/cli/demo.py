@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfpaged.cli.arguments import add_model_options, positive_int
-from hfpaged.cli.loading import load, set_threads
-from hfpaged.errors import MissingDependencyError
+from hfpaged.errors import HfpagedError, MissingDependencyError
+from hfpaged.models.loading import load, set_threads
 
 NAME = "demo"
 SUMMARY = "serve a web page: chat, comparison with stock, live engine"
@@ -77,7 +77,15 @@ def build(
 
 
 def serve(args: argparse.Namespace, page: Any) -> None:
-    """Serve the page until interrupted."""
+    """Serve the page until interrupted.
+
+    Raises:
+        HfpagedError: the port is taken.
+    """
     from hfpaged.demo.page import launch
 
-    launch(page, args.host, args.port)
+    try:
+        launch(page, args.host, args.port)
+    except OSError as error:
+        port = args.port or "any port from 7860 to 7959"
+        raise HfpagedError(f"cannot serve on {args.host}, {port}: it is taken, or not to be had") from error
