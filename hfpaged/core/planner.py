@@ -64,8 +64,8 @@ class Planner:
                 return
             if request in self.victims:
                 continue
-            count = min(request.num_uncomputed, self._budget)
-            if self._make_room(request, self._blocks_to_take(request, count)):
+            count = self._count(request, request.num_uncomputed)
+            if count and self._make_room(request, self._blocks_to_take(request, count)):
                 self._schedule(request, count)
 
     def _admit_waiting(self) -> None:
@@ -82,6 +82,9 @@ class Planner:
                     self.parked[request] = hit.pending
                     continue
                 shared = hit.blocks
+            start = len(shared) * self._block_size if shared else request.computed
+            if self._count(request, request.length - start) == 0:
+                return
             if not self._can_admit(request, shared) and not self._reclaim_for(request, shared):
                 return
             self._admit(request, shared)
@@ -109,7 +112,17 @@ class Planner:
             full = len(request.tokens) // self._block_size
             hashes = request.block_hashes(self._block_size, full)
             self._claimed.update(dict.fromkeys(hashes[start // self._block_size :], request.id))
-        self._schedule(request, min(request.length - start, self._budget), start, held)
+        self._schedule(request, self._count(request, request.length - start), start, held)
+
+    def _count(self, request: Request, uncomputed: int) -> int:
+        """How many of its tokens the step computes: all, or as many as the budget allows.
+
+        The last ones, whose logits are needed together, are never parted; as the first of a step they may exceed it.
+        """
+        together = request.draft_tokens + 1
+        if uncomputed <= self._budget or (uncomputed == together and not self._entries):
+            return uncomputed
+        return min(self._budget, uncomputed - together)
 
     def _schedule(
         self, request: Request, count: int, start: int | None = None, held: tuple[int, ...] | None = None
@@ -138,7 +151,7 @@ class Planner:
                 scored,
             )
         )
-        self._budget -= count
+        self._budget = max(0, self._budget - count)
 
     # ---- blocks ----
 

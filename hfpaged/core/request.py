@@ -90,7 +90,13 @@ class Request:
     @property
     def most_cached(self) -> int:
         """How many of its first tokens may come out of the prefix cache: the logits of all others are needed."""
-        return len(self.tokens) - 1 if self.score_from is None else self.score_from
+        unverified = len(self.tokens) - 1 - self.draft_tokens
+        return unverified if self.score_from is None else min(unverified, self.score_from)
+
+    @property
+    def can_draft(self) -> bool:
+        """Whether guesses can be computed in the same step as the one token that is left."""
+        return self.state is RequestState.RUNNING and self.num_uncomputed == 1 and self.draft_tokens == 0
 
     def scored_by(self, start: int, end: int) -> int:
         """How many prompt tokens get their score when tokens [start, end) are computed."""

@@ -20,8 +20,9 @@ from hfpaged.generation.outputs import generate_output
 from hfpaged.generation.paged_model import PagedModel
 from hfpaged.generation.routing import loop_reason, stock_reason
 from hfpaged.generation.rows import row_processors, row_specs
+from hfpaged.generation.speculation import speculation_options
 from hfpaged.runtime.handle import GenerationHandle
-from hfpaged.runtime.request_spec import LookupOptions
+from hfpaged.runtime.request_spec import DraftOptions, LookupOptions
 
 STATE_ATTRIBUTE = "_hfpaged"
 
@@ -74,24 +75,27 @@ class PagedGenerationMixin:
         return super()._sample(input_ids, **arguments)
 
     def _beam_search(self, input_ids: Any, **arguments: Any) -> Any:
-        call, reason = self._routed(input_ids, arguments, loop="beam search")
+        call, reason = self._routed(input_ids, arguments)
+        reason = reason or loop_reason(self, call)
         if reason is None:
             return self._run_loop("_beam_search", call, arguments, repeats=call.config.num_beams)
         self._leave_to_stock(reason)
         return super()._beam_search(input_ids, **arguments)
 
     def _assisted_decoding(self, input_ids: Any, **arguments: Any) -> Any:
-        call, reason = self._routed(input_ids, arguments, loop="assisted decoding")
-        if reason is None and _looks_up_in_prompt(call, arguments) and not _needs_lockstep(call):
-            return self._run_on_engine(call, _lookup_options(call))
+        call, reason = self._routed(input_ids, arguments)
+        guesses = None
+        if reason is None and not _needs_lockstep(call):
+            guesses = speculation_options(self, call, arguments)
+        if guesses is not None:
+            return self._run_on_engine(call, guesses)
+        reason = reason or loop_reason(self, call)
         if reason is None:
             return self._run_loop("_assisted_decoding", call, arguments, repeats=1)
         self._leave_to_stock(reason)
         return super()._assisted_decoding(input_ids, **arguments)
 
-    def _routed(
-        self, input_ids: Any, arguments: dict[str, Any], loop: str | None = None
-    ) -> tuple[GenerateCall, str | None]:
+    def _routed(self, input_ids: Any, arguments: dict[str, Any]) -> tuple[GenerateCall, str | None]:
         """The call in one object, and why stock must take it if it must. Takes `hfpaged` out of the arguments."""
         options = RequestOptions.from_keyword(arguments.pop("hfpaged", None))
         if options.logprobs is not None or options.prompt_logprobs is not None:
@@ -99,17 +103,15 @@ class PagedGenerationMixin:
                 "log-probabilities are on the handles of engine.submit; generate has output_scores and output_logits"
             )
         call, cache = GenerateCall.of_arguments(input_ids, arguments, options)
-        reason = stock_reason(self, call, cache)
-        if reason is None and loop is not None:
-            reason = loop_reason(self, call, arguments)
-            if options.seed is not None:
-                raise UnsupportedOptionError(
-                    f"hfpaged={{'seed': ...}} does not apply to {loop}, which draws from PyTorch's own generator"
-                )
-        return call, reason
+        return call, stock_reason(self, call, cache)
 
     def _run_loop(self, method: str, call: GenerateCall, arguments: dict[str, Any], repeats: int) -> Any:
         """Run one of Transformers' own decoding loops with its forwards, and its cache, on the engine."""
+        if call.options.seed is not None:
+            raise UnsupportedOptionError(
+                f"hfpaged={{'seed': ...}} does not apply to Transformers' own {method.strip('_').replace('_', ' ')} "
+                "loop, which draws from PyTorch's generator"
+            )
         paged = PagedModel(self, self._hfpaged, call.options, call.config.max_length, repeats)
         arguments = {**arguments, cache_field(): paged.paged_cache}
         try:
@@ -132,14 +134,14 @@ class PagedGenerationMixin:
         """Transformers' own list, as it would build it for an unpatched model."""
         return super()._get_logits_processor(**arguments)
 
-    def _run_on_engine(self, call: GenerateCall, lookup: LookupOptions | None = None) -> Any:
+    def _run_on_engine(self, call: GenerateCall, guesses: LookupOptions | DraftOptions | None = None) -> Any:
         if _needs_lockstep(call):
             specs = row_specs(self, call, self._row_logits_processor, steered=True)
             make = self._row_logits_processor
             row_lists = [row_processors(call, row, spec.prompt, make) for row, spec in enumerate(specs)]
             return LockstepLoop(self, call, specs, row_lists).run()
         engine = self._hfpaged  # `unpatch` may take it away from the model while this call runs
-        handles = engine.submit_specs(row_specs(self, call, self._row_logits_processor, lookup=lookup))
+        handles = engine.submit_specs(row_specs(self, call, self._row_logits_processor, guesses=guesses))
         try:
             if call.options.scope is not None:
                 call.options.scope.add(handles)
@@ -161,16 +163,6 @@ def _needs_lockstep(call: GenerateCall) -> bool:
     # Without an end token, stock goes on with rows that another criterion ended until all have.
     ends_unevenly = not call.stops_at_eos and len(call.criteria) > 1
     return call.streamer is not None or ends_unevenly
-
-
-def _looks_up_in_prompt(call: GenerateCall, arguments: dict[str, Any]) -> bool:
-    """Whether guesses come from the text itself. The rest is for stock's loop to judge."""
-    return arguments.get("assistant_model") is None and getattr(call.config, "assistant_ensemble_weight", None) is None
-
-
-def _lookup_options(call: GenerateCall) -> LookupOptions:
-    config = call.config
-    return LookupOptions(config.prompt_lookup_num_tokens, config.max_matching_ngram_size or 2)
 
 
 def _stream(call: GenerateCall, handle: GenerationHandle) -> None:

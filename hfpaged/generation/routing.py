@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -34,9 +33,14 @@ def stock_reason(model: PreTrainedModel, call: GenerateCall, cache: object | Non
     for reason in (_config_reason(call), _inputs_reason(call, cache)):
         if reason is not None:
             return reason
+    return model_reason(model, call.padded_len + call.max_new_tokens)
+
+
+def model_reason(model: PreTrainedModel, length: int) -> str | None:
+    """Why nothing of up to `length` tokens can run on an engine of this model as it is now, or None if it can."""
     if "prepare_inputs_for_generation" in vars(model):
         return "prepare_inputs_for_generation replaced"
-    if rope_reach(model) is not None and call.padded_len + call.max_new_tokens > rope_reach(model):
+    if rope_reach(model) is not None and length > rope_reach(model):
         return "rope changes with length"
     if any(has_own(module, "forward") for module in walk_modules(model)):
         return "forward replaced"
@@ -47,7 +51,7 @@ def stock_reason(model: PreTrainedModel, call: GenerateCall, cache: object | Non
     return None
 
 
-def loop_reason(model: PreTrainedModel, call: GenerateCall, arguments: dict[str, Any]) -> str | None:
+def loop_reason(model: PreTrainedModel, call: GenerateCall) -> str | None:
     """Why one of Transformers' decoding loops cannot run over the engine, or None if it can."""
     original = type(model)._hfpaged_original_class
     if original.prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:

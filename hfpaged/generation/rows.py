@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from hfpaged.errors import InputError, UnsupportedOptionError
 from hfpaged.generation.call import GenerateCall
-from hfpaged.runtime.request_spec import LookupOptions, RequestSpec
+from hfpaged.runtime.request_spec import DraftOptions, LookupOptions, RequestSpec
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.sampling.processors import CompiledProcessors
 from hfpaged.sampling.stop import StopRule
@@ -81,14 +81,14 @@ def row_specs(
     call: GenerateCall,
     make_processors: MakeProcessors,
     steered: bool = False,
-    lookup: LookupOptions | None = None,
+    guesses: LookupOptions | DraftOptions | None = None,
 ) -> list[RequestSpec]:
     """One request a row, in order.
 
     Args:
         make_processors: Transformers' own `_get_logits_processor` of this model.
         steered: the caller will process logits and feed tokens itself.
-        lookup: speculate by prompt lookup, where what a row asks for allows it.
+        guesses: how to guess ahead, where what a row asks for allows it.
     """
     prompts = unpadded(call.input_ids, call.attention_mask, model.get_input_embeddings().num_embeddings)
     repeats = max(1, call.config.num_return_sequences or 1)
@@ -109,7 +109,7 @@ def row_specs(
             logprobs=call.options.logprobs,
             prompt_logprobs=call.options.prompt_logprobs,
             steered=steered,
-            lookup=lookup,
+            guesses=guesses,
             priority=call.options.priority,
             cache_salt=call.options.cache_salt,
             prefix_cache=call.options.prefix_cache,

@@ -19,7 +19,6 @@ from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.tiers import StepOutput
 from hfpaged.sampling.logprobs import TokenLogprob, token_logprobs
 from hfpaged.sampling.sampler import Drawn, Sampler, SampleRow
-from hfpaged.speculation.prompt_lookup import PromptLookup
 
 
 @dataclass
@@ -28,14 +27,12 @@ class LiveRequest:
 
     Attributes:
         row: how its next token is drawn.
-        drafts: guesses tokens ahead; None: it does not speculate.
     """
 
     spec: RequestSpec
     handle: GenerationHandle
     request: Request
     row: SampleRow
-    drafts: PromptLookup | None = None
 
 
 @dataclass

@@ -127,6 +127,12 @@ class GenerationHandle:
 
     # ---- for the stepping thread ----
 
+    def poll_logits(self) -> torch.Tensor | None:
+        """As `take_logits`, for a caller that steps the engine itself: None if they are not there (yet)."""
+        with self._changed:
+            logits, self._next_logits = self._next_logits, None
+        return logits
+
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob | None]) -> None:
         """More of the prompt's tokens were scored."""
         self.prompt_logprobs += logprobs

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from transformers import PreTrainedModel
+
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.sampling.processors import CompiledProcessors
 from hfpaged.sampling.stop import StopRule
@@ -15,6 +17,14 @@ class LookupOptions:
 
     num_tokens: int
     max_ngram: int = 2
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Speculation by another model with the same vocabulary: drafts of up to `num_tokens`."""
+
+    model: PreTrainedModel
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -31,7 +41,7 @@ class RequestSpec:
         keep_scores, keep_logits: collect processed scores, raw logits on the handle.
         logprobs, prompt_logprobs: collect log-probabilities of new tokens, of the prompt, on the handle, with so
             many of the likeliest alternatives.
-        lookup: guess tokens ahead, if the row `may_speculate`.
+        guesses: guess tokens ahead, if the row `may_speculate`.
         steered: the caller gets the logits and feeds the tokens (`processors`, `stop` and sampling are then its own).
         logits_for: of a steered request, how many of the prompt's last tokens it wants logits for.
         priority: lower runs first.
@@ -53,7 +63,7 @@ class RequestSpec:
     keep_logits: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    lookup: LookupOptions | None = None
+    guesses: LookupOptions | DraftOptions | None = None
     steered: bool = False
     logits_for: int = 1
     priority: int = 0
@@ -63,6 +73,6 @@ class RequestSpec:
 
     @property
     def may_speculate(self) -> bool:
-        """Whether its tokens can be drawn several at a time: nothing but their number changes from one to the next."""
+        """Whether it guesses ahead: it asks to, and nothing but the number of its tokens decides about the next one."""
         looks_back = self.processors is not None and self.processors.looks_back
-        return self.lookup is not None and not looks_back and not self.stop.looks_at_text
+        return self.guesses is not None and not looks_back and not self.stop.looks_at_text

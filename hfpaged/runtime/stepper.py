@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from transformers import PreTrainedModel
@@ -21,9 +21,11 @@ from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.request import Request
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
 from hfpaged.errors import EngineReleasedError
+from hfpaged.runtime.draft_model import DraftModel
 from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, score_prompts, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
+from hfpaged.runtime.speculation import Speculation
 from hfpaged.runtime.stats import EngineCounters
 from hfpaged.runtime.tiers import StepOutput
 from hfpaged.runtime.view import EngineView
@@ -31,7 +33,6 @@ from hfpaged.runtime.weights import WeightsWatch
 from hfpaged.runtime.workspace import Workspace
 from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopChecker
-from hfpaged.speculation.prompt_lookup import PromptLookup
 
 
 class Stepper:
@@ -60,7 +61,7 @@ class Stepper:
         self._config = config
         self._counters = counters
         self._watch: WeightsWatch | None = None
-        self._speculating: set[int] = set()
+        self._speculation = Speculation()
         self._epoch = 0
         self._failed_once: set[Workspace] = set()
         self._sampler = Sampler()
@@ -117,7 +118,7 @@ class Stepper:
         """End requests, wherever they are, and free what they hold. Ended ones are ignored."""
         for handle in handles:
             live = self.live.pop(handle.request_id, None)
-            self._speculating.discard(handle.request_id)
+            self._speculation.forget(handle.request_id)
             if live is not None:
                 workspace = self._workspace_of(handle.request_id)
                 workspace.scheduler.finish(handle.request_id)
@@ -129,7 +130,7 @@ class Stepper:
     def give_up(self, error: BaseException) -> None:
         """Nothing foresaw this error, so the books may be wrong: end all requests with it and start anew."""
         live, self.live = self.live, {}
-        self._speculating.clear()
+        self._speculation.release()
         for request in live.values():
             request.handle.finish("error", error)
         for workspace in list(self.workspaces):
@@ -187,14 +188,9 @@ class Stepper:
 
     def _propose_drafts(self) -> None:
         """Let requests that speculate guess ahead, where one token is all they have left to compute."""
-        for request_id in self._speculating:
-            live = self.live[request_id]
-            request = live.request
-            # The token that a full acceptance draws on top must fit too.
-            room = request.max_tokens - len(request.tokens) - 1
-            if request.num_uncomputed == 1 and request.draft_tokens == 0 and room > 0:
-                drafts = live.drafts.propose(request.tokens, room)
-                self._workspace_of(request_id).scheduler.append_drafts(request_id, drafts)
+        spare = self._config.max_batch_tokens - len(self.live)
+        for request_id, tokens in self._speculation.propose(spare).items():
+            self._workspace_of(request_id).scheduler.append_drafts(request_id, tokens)
 
     def _commit(self, workspace: Workspace, plan: Plan, output: StepOutput, outcomes: list[Outcome]) -> None:
         sampled: dict[int, int | None] = {request_id: None for _, request_id in plan.sampled_rows()}
@@ -205,7 +201,7 @@ class Stepper:
                 sampled[live.request.id] = outcome.tokens[-1]
                 accepted[live.request.id] = len(outcome.tokens) - 1
             if live.request.draft_tokens:
-                live.drafts.learn(live.request.draft_tokens, accepted.get(live.request.id, 0))
+                self._speculation.learn(live.request.id, live.request.draft_tokens, accepted.get(live.request.id, 0))
         workspace.scheduler.commit(plan, sampled, accepted)
         workspace.runner.commit(plan)
         for rows, request_id in plan.sampled_rows():
@@ -272,6 +268,7 @@ class Stepper:
     def release(self) -> None:
         """End what runs and free the pool."""
         self.end([live.handle for live in self.live.values()], "error", EngineReleasedError("the engine was released"))
+        self._speculation.release()
         for workspace in list(self.workspaces):
             self._drop(workspace)
 
@@ -337,10 +334,17 @@ class Stepper:
             sample_index=spec.sample_index,
             keep_scores=spec.keep_scores or spec.keep_logits,
         )
-        drafts = PromptLookup(spec.lookup.num_tokens, spec.lookup.max_ngram) if spec.may_speculate else None
-        self.live[request.id] = LiveRequest(spec, handle, request, row, drafts)
-        if drafts is not None:
-            self._speculating.add(request.id)
+        self.live[request.id] = LiveRequest(spec, handle, request, row)
+        self._speculation.add(request, spec, self._draft_model)
+
+    def _draft_model(self, model: PreTrainedModel) -> DraftModel:
+        """An engine for a model that guesses ahead, over as many tokens as this one's."""
+        original_class = getattr(type(model), "_hfpaged_original_class", type(model))
+        blocks = self.workspace.pool.num_blocks
+        config = replace(self._config, num_blocks=blocks, tier="auto", attention_backend="auto")
+        fallbacks = self._counters.fallbacks
+        stepper = Stepper(model, original_class, config, EngineCounters())
+        return DraftModel(stepper, on_failure=lambda: fallbacks.update(["draft model failed"]))
 
     def live_model(self) -> PreTrainedModel:
         """The patched model, which the engine does not keep alive."""

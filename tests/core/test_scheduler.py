@@ -240,6 +240,37 @@ def test_rejected_drafts_are_forgotten_and_never_cached():
     assert books.pool.num_cached == 2
 
 
+@pytest.mark.parametrize("budget", [3, 4, 5, 7])
+def test_tokens_whose_logits_are_needed_together_are_never_parted(budget):
+    books = make_books(max_batch_tokens=budget)
+    memory = Memory(books)
+    books.add(make_request(1, range(6), max_tokens=30))
+    for request_id, count in ((1, 6), (2, 7)):
+        if request_id == 2:
+            books.add(make_request(2, range(20, 27), max_tokens=30, draft_tokens=3))
+        while books.requests[request_id].computed < count:
+            run_step(books, memory, steered={1, 2})
+    books.append_tokens(1, [30, 31, 32, 33], logits_for=4)
+    books.append_tokens(2, [40, 41, 42, 43, 44], logits_for=4)
+    entries = []
+    while any(request.num_uncomputed for request in books.requests.values()):
+        plan = run_step(books, memory, steered={1, 2})
+        entries += plan.entries
+        assert sum(entry.num_tokens for entry in plan.entries) <= max(budget, 4)
+    assert [entry.logits_for for entry in entries if entry.samples] == [4, 4]
+    assert all(entry.num_tokens >= entry.logits_for for entry in entries)
+
+
+def test_tokens_whose_logits_are_needed_are_not_taken_from_the_cache():
+    books = make_books()
+    memory = Memory(books)
+    books.add(make_request(1, range(13), max_tokens=30))
+    run_step(books, memory, steered={1})
+    books.add(make_request(2, range(13), max_tokens=30, draft_tokens=6))
+    entry = run_step(books, memory, steered={2}).entries[0]
+    assert (entry.start, entry.num_tokens, entry.logits_for) == (4, 9, 7)
+
+
 def test_forked_idle_requests_share_until_they_write():
     books = make_books()
     memory = Memory(books)

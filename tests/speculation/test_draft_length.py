@@ -1,0 +1,33 @@
+from hfpaged.speculation.draft_length import RETRY_AFTER, DraftLength
+
+
+def learned(guessed: int, accepted: int, steps: int = 20) -> DraftLength:
+    length = DraftLength(12)
+    for _ in range(steps):
+        length.learn(guessed, accepted)
+    return length
+
+
+def test_the_better_the_guesses_the_further_ahead_they_go():
+    lengths = [learned(5, accepted).next() for accepted in (1, 2, 4, 5)]
+    assert lengths == sorted(lengths)
+    assert lengths[0] == 1
+    assert lengths[-1] == 12
+
+
+def test_a_wrong_guess_counts_once_however_many_follow_it():
+    assert learned(2, 1).next() == learned(12, 1).next()
+
+
+def test_wrong_guesses_stop_the_guessing_but_for_a_try_now_and_then():
+    length = learned(4, 0)
+    lengths = [length.next() for _ in range(2 * RETRY_AFTER)]
+    assert sum(lengths) == 2
+    assert max(lengths) == 1
+
+
+def test_it_recovers():
+    length = learned(4, 0)
+    for _ in range(20):
+        length.learn(1, 1)
+    assert length.next() > 4
