@@ -40,17 +40,21 @@ class Linear:
         rows: int64 indices of the selected rows; None: all, as they are.
         parameter: name of the weight in the module.
         expert: index into the leading dimension of a three-dimensional weight.
+        transposed: the module keeps [in, out].
     """
 
     module: nn.Module
     rows: torch.Tensor | None = None
     parameter: str = "weight"
     expert: int | None = None
+    transposed: bool = False
 
     @property
     def weight(self) -> torch.Tensor:
         """[out, in] as the live module holds it now; rows not selected yet. Not there if it is packed."""
         weight = getattr(self.module, self.parameter).detach()
+        if self.transposed:
+            return weight.t()
         return weight if self.expert is None else weight[self.expert]
 
     @property

@@ -78,6 +78,12 @@ def test_what_is_no_known_layer_has_native_parts():
     assert reason.startswith("attention: model.decoder.layers.*.self_attn changes queries or keys in an unknown way")
 
 
+def test_linear_modules_whose_weights_lie_transposed_are_native():
+    model = build("gpt2").patch()
+    assert_stock_text(model)
+    assert native(model) == {"norm": 9, "head": 1, "linear": 4 * 4}
+
+
 def test_auto_says_why_the_model_is_not_a_program():
     model = build("opt").patch()
     greedy(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -67,13 +68,15 @@ class LeafGate:
         self._admit("rotary_kv_write", operands, [attention.module, *(norm.module for norm in norms)])
 
     def _linear_operands(self, linear: Linear) -> dict[str, Operand]:
-        weight = getattr(linear.module, linear.parameter)
+        weight = Operand.of(getattr(linear.module, linear.parameter))
+        if linear.transposed:
+            weight = replace(weight, shape=weight.shape[::-1])
         features = weight.shape[1]
         if features % 2 and weight.dtype != torch.float32:
             raise FusionRefused("linear", "an odd number of 16-bit inputs")
         operands = {
             "x": Operand.rows(features, weight.dtype),
-            "weight": Operand.of(weight),
+            "weight": weight,
             "out": Operand.rows(linear.out_features, weight.dtype),
         }
         if linear.bias is not None:

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfpaged.program.description import NotRecognized
 from hfpaged.program.trace import Trace
 from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward
+from hfpaged.runtime.leaves.linear_leaf import linear_of
 from hfpaged.runtime.leaves.reference_attention import ReferenceAttention
 from hfpaged.runtime.step import StepContext
 
@@ -39,6 +41,9 @@ class LeafComparison:
         """Modules whose native results are not their own, and in what way.
 
         Those that the forward does not reach are given random numbers.
+
+        Raises:
+            NotRecognized: the forward fails.
         """
         self._differing, self._compared = {}, set()
         pairs = [
@@ -47,13 +52,19 @@ class LeafComparison:
             for name, module in leaf.modules.items()
         ]
         with torch.inference_mode(False), torch.no_grad(), self._step.attending_by(self._attention):
-            with _forwards({module: self._both(module, own, native) for module, own, native in pairs}):
-                tokens, positions = self._trace.token_ids[None], self._positions()[None]
-                self._model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+            self._forward({module: self._both(module, own, native) for module, own, native in pairs})
             for module, own, native in pairs:
                 if module not in self._compared:
                     self._both(module, own, native)(_random_rows(module))
         return self._differing
+
+    def _forward(self, forwards: dict[nn.Module, Forward]) -> None:
+        tokens, positions = self._trace.token_ids[None], self._positions()[None]
+        try:
+            with _forwards(forwards):
+                self._model(input_ids=tokens, position_ids=positions, use_cache=False, return_dict=True)
+        except Exception as error:
+            raise NotRecognized(f"comparing native modules failed: {type(error).__name__}: {error}") from error
 
     def _positions(self) -> torch.Tensor:
         """Those of the trace, but the later half the last that the model knows: some scale by the distance."""
@@ -103,7 +114,7 @@ def _forwards(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
 
 
 def _random_rows(module: nn.Module) -> torch.Tensor:
-    weight = module.weight
+    weight = linear_of(module).weight
     rows = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0))
     return rows.to(weight.dtype)
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpaged.fusion.registry import FusionRefused
-from hfpaged.program.description import Linear, NotRecognized
+from hfpaged.program.description import NotRecognized
 from hfpaged.program.norms import identify_norm
 from hfpaged.program.recognize_attention import recognize_attention
 from hfpaged.program.recognize_mlp import recognize_mlp
@@ -22,7 +22,7 @@ from hfpaged.runtime.leaves.attention_leaf import AttentionLeaf
 from hfpaged.runtime.leaves.head_leaf import HeadLeaf
 from hfpaged.runtime.leaves.kernels import LeafKernels
 from hfpaged.runtime.leaves.leaf import Leaf
-from hfpaged.runtime.leaves.linear_leaf import LinearLeaf
+from hfpaged.runtime.leaves.linear_leaf import LINEAR_CLASSES, LinearLeaf, linear_of
 from hfpaged.runtime.leaves.mlp_leaf import MlpLeaf
 from hfpaged.runtime.leaves.norm_leaf import NormLeaf
 
@@ -101,7 +101,7 @@ class LeafFinder:
         own = self._calls[module][0]
         calls.sort(key=lambda call: self._order[id(call)])
         whole = same_memory(calls[0].input, own.input) and same_memory(calls[-1].result, own.result)
-        return calls if whole and len(own.args) == 1 and not own.kwargs else None
+        return calls if whole and _has_one_argument(own) else None
 
     def _mlp(self, module: nn.Module, inner: list[ModuleCall]) -> Leaf:
         self._require_no_more(module, [call.module for call in inner])
@@ -112,7 +112,7 @@ class LeafFinder:
         calls = self._calls[module]
         if not calls or not any(hasattr(module, name) for name in _EPSILONS) or next(module.children(), None):
             return False
-        return all(len(call.args) == 1 and not call.kwargs and call.input is call.args[0] for call in calls)
+        return all(_has_one_argument(call) and call.input is call.args[0] for call in calls)
 
     def _norm(self, module: nn.Module) -> Leaf:
         kinds = {(call.input.shape[-1], call.input.dtype) for call in self._calls[module]}
@@ -126,30 +126,32 @@ class LeafFinder:
         """The head has a native argmax where its output is the logits, or a cast of them."""
         head = self._model.get_output_embeddings()
         calls = self._calls[head]
-        if type(head) is not nn.Linear or len(calls) != 1 or head in self._covered:
+        if type(head) is not nn.Linear or len(calls) != 1 or not _has_one_argument(calls[0]) or head in self._covered:
             return
         logits = self._trace.logits
         if torch.equal(calls[0].result.reshape(logits.shape).to(logits.dtype), logits):
             self._try("head", lambda: HeadLeaf(self._names[head], head, self._gate, self._kernels))
 
-    def _linear_groups(self) -> Iterator[dict[str, nn.Linear]]:
+    def _linear_groups(self) -> Iterator[dict[str, nn.Module]]:
         """Linear modules that no other leaf covers, with those that were given the same tensor."""
-        groups: dict[object, dict[str, nn.Linear]] = defaultdict(dict)
+        groups: dict[object, dict[str, nn.Module]] = defaultdict(dict)
         for module, name in self._names.items():
-            if module in self._covered or not isinstance(module, nn.Linear):
+            if module in self._covered or not isinstance(module, LINEAR_CLASSES):
                 continue
-            if type(module) is not nn.Linear:
+            if type(module) not in LINEAR_CLASSES:
                 self.refuse("linear", f"it is a {type(module).__name__}")
+            elif not all(_has_one_argument(call) for call in self._calls[module]):
+                self.refuse("linear", "it is not called with one positional argument")
             elif self._is_admitted(module):
                 calls = self._calls[module]
-                shared = len(calls) == 1 and len(calls[0].args) == 1
+                shared = len(calls) == 1
                 key = (id(calls[0].args[0]), module.weight.dtype) if shared else module
                 groups[key][name] = module
         yield from groups.values()
 
-    def _is_admitted(self, module: nn.Linear) -> bool:
+    def _is_admitted(self, module: nn.Module) -> bool:
         try:
-            self._gate.linear(Linear(module))
+            self._gate.linear(linear_of(module))
         except FusionRefused as refused:
             self.refuse("linear", refused.reason)
             return False
@@ -160,3 +162,7 @@ class LeafFinder:
         known = {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
         if not known.issuperset(id(parameter) for parameter in module.parameters()):
             raise NotRecognized(f"{type(module).__name__} has more parameters than were recognized")
+
+
+def _has_one_argument(call: ModuleCall) -> bool:
+    return len(call.args) == 1 and not call.kwargs

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hfpaged.program.description import Linear
 from hfpaged.runtime.leaves.admission import LeafGate
@@ -14,9 +15,16 @@ from hfpaged.runtime.leaves.kernels import LeafKernels
 from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
 from hfpaged.runtime.leaves.linears import Linears
 
+LINEAR_CLASSES = (nn.Linear, Conv1D)
+
+
+def linear_of(module: nn.Module) -> Linear:
+    """How the weight of an `nn.Linear`, or of GPT-2's linear module, lies."""
+    return Linear(module, transposed=isinstance(module, Conv1D))
+
 
 class LinearLeaf(Leaf):
-    """`nn.Linear` modules of one width and dtype.
+    """Modules of one width and dtype that `linear_of` describes.
 
     Of several, the first that is called computes what the others are going to return. That is safe whatever they are:
     they return it only for the very tensor it was computed from, if that was not written to since, and only once.
@@ -24,10 +32,10 @@ class LinearLeaf(Leaf):
 
     kind = "linear"
 
-    def __init__(self, modules: Mapping[str, nn.Linear], gate: LeafGate, kernels: LeafKernels):
+    def __init__(self, modules: Mapping[str, nn.Module], gate: LeafGate, kernels: LeafKernels):
         super().__init__(modules)
         self._gate = gate
-        self._descriptions = [Linear(module) for module in modules.values()]
+        self._descriptions = [linear_of(module) for module in modules.values()]
         self._admit()
         self._linears = Linears(kernels, self._descriptions)
         self._own = [own_forward(module) for module in modules.values()]
