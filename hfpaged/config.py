@@ -35,6 +35,8 @@ class EngineConfig:
         tier: how a step is executed: "program" compiles the decoder into one native program (CPU), "leaves" runs the
             model's own layers with native linear modules, norms, MLPs and attention (CPU), "modules" runs the model's
             own forward around paged attention, "auto" takes the first of these that the model allows.
+        packed_only: give up the memory of the parameters whose packed copies serve the engine, until something else
+            asks for their numbers. For inference on the tiers "program" and "leaves".
     """
 
     block_size: int = 16
@@ -49,6 +51,7 @@ class EngineConfig:
     release_after_call: bool = False
     on_unsupported: Literal["raise", "stock"] = "stock"
     tier: Literal["auto", "program", "leaves", "modules"] = "auto"
+    packed_only: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_requests"):
@@ -57,13 +60,15 @@ class EngineConfig:
             _require_positive_int("num_blocks", self.num_blocks)
         if self.kv_memory_gib is not None and not (_is_number(self.kv_memory_gib) and 0 < self.kv_memory_gib < 1 << 20):
             raise ConfigError(f"kv_memory_gib must be a positive number of GiB, got {self.kv_memory_gib!r}")
-        for name in ("prefix_caching", "release_after_call"):
+        for name in ("prefix_caching", "release_after_call", "packed_only"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         _require_choice("preemption", self.preemption, PREEMPTION)
         _require_choice("weights", self.weights, WEIGHTS)
         _require_choice("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
         _require_choice("tier", self.tier, TIERS)
+        if self.packed_only and self.tier == "modules":
+            raise ConfigError("packed_only needs packed weights, which tier='modules' does not have")
         if not isinstance(self.attention_backend, str):
             raise ConfigError(f"attention_backend must be a name, got {self.attention_backend!r}")
 

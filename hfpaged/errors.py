@@ -73,6 +73,10 @@ class InvariantError(HfpagedError, AssertionError):
     """`engine.check()` found the block books inconsistent. Always a bug in hfpaged."""
 
 
+class ReleasedWeightError(HfpagedError):
+    """The numbers of a parameter that `packed_only` released cannot be brought back, or were asked for past Python."""
+
+
 class NativeKernelError(HfpagedError):
     """The compiled kernel library cannot be loaded, or refused its arguments."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hfpaged.errors import NativeKernelError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ISA_VARIABLE = "HFPAGED_ISA"
 ISAS = ("plain", "avx2", "avx512", "avx512bf16")
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -96,6 +96,7 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hfp_abi_version": (c_int, ()),
     "hfp_use_isa": (c_int, (c_int,)),
     "hfp_status_message": (c_char_p, (c_int,)),
+    "hfp_return_free_memory": (None, ()),
     "hfp_fingerprint": (c_uint64, (c_void_p, c_size_t, c_int)),
     "hfp_attention": (c_int, (POINTER(AttentionArgs),)),
     "hfp_write_kv": (c_int, (POINTER(WriteKvArgs),)),
@@ -135,6 +136,11 @@ def check(status: int) -> None:
 def fingerprint(address: int, num_bytes: int, num_threads: int) -> int:
     """64-bit position-sensitive hash of `num_bytes` at `address`; equal for every thread count and instruction set."""
     return load().hfp_fingerprint(address, num_bytes, num_threads)
+
+
+def return_free_memory() -> None:
+    """Give the system what the process has freed and the C library would keep, where it can (glibc)."""
+    load().hfp_return_free_memory()
 
 
 class _Loader:

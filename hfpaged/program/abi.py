@@ -226,6 +226,7 @@ _SIGNATURES = {
         None,
         [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int32],
     ),
+    "hfp_panels_unpack": (None, [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int32]),
 }
 
 

@@ -79,6 +79,11 @@ class NativeProgram:
         return sum(matrix.num_bytes for matrix in self._matrices)
 
     @property
+    def packed_matrices(self) -> list[PackedMatrix]:
+        """The packed copies."""
+        return [matrix for matrix in self._matrices if isinstance(matrix, PackedMatrix)]
+
+    @property
     def shared_bytes(self) -> int:
         """The part of `packed_bytes` that is the live modules' own memory: weights in 4 bits."""
         return sum(matrix.num_bytes for matrix in self._matrices if isinstance(matrix, StripMatrix))

@@ -50,11 +50,12 @@ class PackedMatrix:
         weight: the struct for the kernels. Valid as long as this object lives.
         num_bytes: size of the copy.
         num_elements: of the weights in it.
+        parts: linear modules that it holds, or rows of them.
     """
 
     def __init__(self, library: ctypes.CDLL, parts: list[Part], dtype: torch.dtype):
         self._library = library
-        self._parts = parts
+        self.parts = parts
         self._dtype = dtype
         self._in_features = parts[0].linear.weight.shape[1]
         panels = -(-(1 + max(int(part.columns.max()) for part in parts)) // PANEL_COLUMNS)
@@ -73,7 +74,7 @@ class PackedMatrix:
 
     def uses(self, modules: set[nn.Module]) -> bool:
         """Whether a part of it belongs to one of `modules`."""
-        return any(part.linear.module in modules for part in self._parts)
+        return any(part.linear.module in modules for part in self.parts)
 
     def pack(self, num_threads: int) -> None:
         """Copy the weights as they are now.
@@ -81,7 +82,7 @@ class PackedMatrix:
         Raises:
             NotRecognized: a weight changed its shape, dtype or device, so the program must be built anew.
         """
-        for part in self._parts:
+        for part in self.parts:
             weight, bias = part.linear.weight.detach(), part.linear.bias
             self._require_same_kind(weight, part)
             rows = part.linear.rows
@@ -99,6 +100,20 @@ class PackedMatrix:
             if bias is not None:
                 values = bias.detach().float()
                 self._bias[part.columns] = (values if rows is None else values[rows]).numpy()
+
+    def unpack(self, part: Part) -> torch.Tensor:
+        """[out_features, in_features] of one of the parts, bit for bit as last packed; only its selected rows."""
+        weight = torch.empty(len(part.columns), self._in_features, dtype=self._dtype)
+        self._library.hfp_panels_unpack(
+            self._address,
+            DTYPE_CODES[self._dtype],
+            weight.shape[0],
+            self._in_features,
+            part.columns.ctypes.data,
+            weight.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return weight
 
     def _require_same_kind(self, weight: torch.Tensor, part: Part) -> None:
         rows = part.linear.rows

@@ -18,6 +18,7 @@ from hfpaged.program.admission import Gatekeeper
 from hfpaged.program.assemble import Assembler, ProgramLayout
 from hfpaged.program.description import NotRecognized
 from hfpaged.program.native_program import NativeProgram, OpRange
+from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.recognize import recognize_model
 from hfpaged.program.rotary import require_fixed_frequencies
 from hfpaged.program.step_arrays import CachePointers, KVPairs, make_step
@@ -84,6 +85,11 @@ class StepProgram:
     def packed_bytes(self) -> int:
         """Memory of the packed weights, which the live parameters do not share."""
         return self._native.packed_bytes - self._native.shared_bytes
+
+    @property
+    def packed_matrices(self) -> list[PackedMatrix]:
+        """The packed weights."""
+        return self._native.packed_matrices
 
     def repack(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Take over weights that changed: of `modules`, or of all.

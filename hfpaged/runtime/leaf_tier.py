@@ -6,6 +6,7 @@ import time
 
 from hfpaged.fusion.registry import FusionRefused
 from hfpaged.program.description import NotRecognized
+from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.threads import ThreadPolicy
 from hfpaged.runtime.attention.interface import AttentionBackend
 from hfpaged.runtime.batch import StepBatch
@@ -65,6 +66,10 @@ class LeafTier(Tier):
         """See `Tier.refusals`."""
         leaves = self._leaves  # other threads ask, and the stepping thread may replace it meanwhile
         return {} if leaves is None else dict(leaves.refusals)
+
+    def packed_matrices(self) -> list[PackedMatrix]:
+        """See `Tier.packed_matrices`."""
+        return [] if self._leaves is None else self._leaves.matrices
 
     def on_weights_changed(self) -> None:
         """Pack the new weights. What cannot be a leaf any more runs as it is from now on."""

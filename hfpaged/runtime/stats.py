@@ -83,6 +83,7 @@ def _description(workspace: Workspace | None) -> dict[str, Any]:
 
 def _gauges(workspaces: Sequence[Workspace]) -> dict[str, int]:
     return {
+        "released_bytes": sum(one.released.num_bytes for one in workspaces),
         "blocks_total": sum(one.pool.num_blocks for one in workspaces),
         "blocks_free": sum(one.pool.num_free for one in workspaces),
         "blocks_cached": sum(one.pool.num_cached for one in workspaces),

@@ -263,6 +263,7 @@ class Stepper:
         for workspace in self.workspaces:
             # One that is stale only finishes its requests; its shapes or dtypes may not be the weights' any more.
             if not workspace.view.is_stale(model):
+                workspace.released.restore()
                 workspace.tier.on_weights_changed()
 
     def release(self) -> None:
@@ -288,10 +289,15 @@ class Stepper:
         if is_stale or (self.workspace is not None and self.workspace.state != spec.thread_state):
             self._change_workspace(model, spec)
         if self._watch is None:
-            self._watch = WeightsWatch(model, watch_content=self._config.weights == "watch")
+            self._watch = self._watch_weights()
         elif self._watch.changed(model, look_at_content=not self.live) or is_stale:
             self.on_weights_changed()
-        self.prepare(spec)
+        workspace = self.prepare(spec)
+        if self._config.packed_only and workspace.release_weights():
+            self._watch = self._watch_weights()
+
+    def _watch_weights(self) -> WeightsWatch:
+        return WeightsWatch(self.live_model(), watch_content=self._config.weights == "watch")
 
     def _change_workspace(self, model: PreTrainedModel, spec: RequestSpec) -> None:
         """Go on in a workspace that fits, or in none yet. The present one stays as long as it has requests."""
@@ -303,7 +309,7 @@ class Stepper:
 
     def _drop(self, workspace: Workspace) -> None:
         self._counters.books.update(asdict(workspace.scheduler.counters))
-        workspace.view.step.unbind()
+        workspace.close()
         self.workspaces.remove(workspace)
         self._failed_once.discard(workspace)
         if workspace is self.workspace:

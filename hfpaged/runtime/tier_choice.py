@@ -59,6 +59,8 @@ def choose_tier(
                 raise ConfigError(f"tier={name!r} cannot run this model: {error.reason}") from error
             reasons.append(error.reason)
     reason = "; ".join(dict.fromkeys(reasons))
+    if config.packed_only:
+        raise ConfigError(f"packed_only=True needs packed weights, which this model cannot run on: {reason}")
     logger.info("hfpaged runs %s by its modules: %s", type(view.model).__name__, reason)
     return TierChoice(ModuleTier(view, backend, state), reason)
 

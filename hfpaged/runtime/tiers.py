@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.program import StepProgram
 from hfpaged.runtime.attention.interface import AttentionBackend
 from hfpaged.runtime.batch import StepBatch
@@ -48,6 +49,10 @@ class Tier(ABC):
     def refusals(self) -> dict[str, int]:
         """How many modules could have run natively but keep their own forward, by reason."""
         return {}
+
+    def packed_matrices(self) -> list[PackedMatrix]:
+        """The packed weights that it computes from."""
+        return []
 
 
 class ModuleTier(Tier):
@@ -98,3 +103,7 @@ class ProgramTier(Tier):
 
     def on_weights_changed(self) -> None:
         self._program.repack()
+
+    def packed_matrices(self) -> list[PackedMatrix]:
+        """See `Tier.packed_matrices`."""
+        return self._program.packed_matrices

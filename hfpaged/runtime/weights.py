@@ -14,6 +14,7 @@ from torch import nn
 
 from hfpaged.native import library
 from hfpaged.runtime.module_state import walk_modules
+from hfpaged.runtime.released_weights import ReleasedWeight
 
 FALLBACK_CHUNK = 1 << 20
 
@@ -95,7 +96,12 @@ def _torch_fingerprint(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that hold the bytes: `tensor` itself, or the parts of a wrapper subclass (quantized weights)."""
+    """The tensors that hold the bytes: `tensor` itself, or the parts of a wrapper subclass (quantized weights).
+
+    A released parameter has none; it is what it was when it was packed.
+    """
+    if isinstance(tensor, ReleasedWeight):
+        return
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from hfpaged.errors import ConfigError
 from hfpaged.runtime.attention.select import choose_backend
 from hfpaged.runtime.block_store import HostBlockStore
 from hfpaged.runtime.kv_cache import KVCache
+from hfpaged.runtime.released_weights import ReleasedWeights
 from hfpaged.runtime.runner import Runner, probe_layers
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.runtime.tier_choice import choose_tier
@@ -47,6 +49,9 @@ class Workspace:
         self.cache = KVCache(self.backend, seen, num_blocks)
         view.step.bind(self.backend, self.cache.layers)
         self.tier, self.tier_reason = choose_tier(config, view, self.backend, self.cache, state)
+        self.released = ReleasedWeights()
+        # Where the model itself was dropped, what else holds its parameters must not find them empty.
+        weakref.finalize(self, self.released.restore).atexit = False
         self.runner = Runner(self.tier, self.cache, self.store, config.block_size)
         self.pool = BlockPool(num_blocks, config.block_size)
         self.prefix_cache = PrefixCache(self.pool)
@@ -58,6 +63,15 @@ class Workspace:
                 config.preemption, COMPUTE_COST_PER_TOKEN, SWAP_COST_PER_BLOCK, can_store=self.store.can_store
             ),
         )
+
+    def release_weights(self) -> bool:
+        """Give up the memory of the parameters that the tier has packed. Returns whether any was."""
+        return self.released.release(self.view.model, self.tier.packed_matrices())
+
+    def close(self) -> None:
+        """Give the model back what was taken from it, and drop the references to the pool."""
+        self.released.restore()
+        self.view.step.unbind()
 
 
 def _blocks_for_memory(config: EngineConfig, device: torch.device, bytes_per_block: int) -> int:

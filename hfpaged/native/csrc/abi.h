@@ -3,7 +3,7 @@
 #include <stdint.h>
 
 // Raised with every change of an exported signature or struct; native/library.py expects the same number.
-#define HFP_ABI_VERSION 1
+#define HFP_ABI_VERSION 2
 
 #define HFP_API extern "C" __attribute__((visibility("default")))
 

@@ -1,4 +1,4 @@
-// Packs rows of a weight matrix into panels (layout in gemm.h), and the memory that holds them.
+// Packs rows of a weight matrix into panels (layout in gemm.h) and back, and the memory that holds them.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -104,5 +104,20 @@ HFP_API void hfp_panels_pack(const void* weight, int32_t dtype, int64_t rows, in
     int64_t first_row = task * hfp::kPanelColumns, end_row = std::min(rows, first_row + hfp::kPanelColumns);
     for (int64_t step = 0; step < depth; step += kStepsAtOnce)
       for (int64_t i = first_row; i < end_row; i++) job.pack_row(i, step, std::min(depth, step + kStepsAtOnce));
+  }
+}
+
+// The inverse of hfp_panels_pack: writes column `columns[i]` of the panels as row i of `weight`, dense [rows, k].
+HFP_API void hfp_panels_unpack(const void* panels, int32_t dtype, int64_t rows, int64_t k, const int32_t* columns,
+                               void* weight, int32_t threads) {
+  bool wide = HfpDtype(dtype) == HFP_FP32;
+  int64_t depth = wide ? k : (k + 1) / 2, whole = wide ? k : k / 2, row_bytes = k * (wide ? 4 : 2);
+#pragma omp parallel for num_threads(threads)
+  for (int64_t i = 0; i < rows; i++) {
+    int64_t panel = columns[i] / hfp::kPanelColumns, lane = columns[i] % hfp::kPanelColumns;
+    const uint32_t* words = static_cast<const uint32_t*>(panels) + panel * depth * hfp::kPanelColumns + lane;
+    char* row = static_cast<char*>(weight) + i * row_bytes;
+    for (int64_t step = 0; step < whole; step++) std::memcpy(row + step * 4, words + step * hfp::kPanelColumns, 4);
+    if (whole < depth) std::memcpy(row + whole * 4, words + whole * hfp::kPanelColumns, 2);
   }
 }

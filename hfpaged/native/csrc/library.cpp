@@ -1,4 +1,9 @@
 // Library-wide entry points: ABI version, status messages, choice of the instruction set.
+#include <cstdlib>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 #include "abi.h"
 #include "isa.h"
 
@@ -47,4 +52,11 @@ HFP_API const char* hfp_status_message(int status) {
       "out of memory",
   };
   return status >= 0 && status < HFP_STATUS_COUNT ? messages[status] : "unknown status";
+}
+
+// Gives the system memory that was freed and that the C library keeps for later.
+HFP_API void hfp_return_free_memory() {
+#if defined(__GLIBC__)
+  malloc_trim(0);
+#endif
 }

@@ -68,10 +68,12 @@ class LeafGate:
         self._admit("rotary_kv_write", operands, [attention.module, *(norm.module for norm in norms)])
 
     def _linear_operands(self, linear: Linear) -> dict[str, Operand]:
+        if linear.packed is not None:
+            raise FusionRefused("linear", "its weight is in 4 bits")
         weight = Operand.of(getattr(linear.module, linear.parameter))
         if linear.transposed:
             weight = replace(weight, shape=weight.shape[::-1])
-        features = weight.shape[1]
+        features = weight.shape[-1]
         if features % 2 and weight.dtype != torch.float32:
             raise FusionRefused("linear", "an odd number of 16-bit inputs")
         operands = {

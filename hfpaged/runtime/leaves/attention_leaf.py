@@ -8,6 +8,7 @@ import torch
 
 from hfpaged.program.abi import RotaryStyle
 from hfpaged.program.description import Attention, NotRecognized
+from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.trace import ModuleCall
 from hfpaged.runtime.attention.interface import AttentionParams
 from hfpaged.runtime.leaves.admission import LeafGate
@@ -67,6 +68,11 @@ class AttentionLeaf(Leaf):
             if part is not None:
                 part.refresh()
         self._params = self._present_params()
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """See `Leaf.matrices`."""
+        return self._projections.matrices + self._output.matrices
 
     def _present_params(self) -> AttentionParams:
         attention = self._attention

@@ -11,6 +11,7 @@ from torch import nn
 from hfpaged.errors import NativeKernelError
 from hfpaged.program.abi import DTYPE_CODES, HeadOp
 from hfpaged.program.description import Linear
+from hfpaged.program.panels import PackedMatrix
 from hfpaged.runtime.leaves.abi import LeafHead
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
@@ -32,7 +33,7 @@ class HeadLeaf(Leaf):
         gate.linear(self._linear, "head_argmax")
         self._own = own_forward(module)
         self._linears = Linears(kernels, [self._linear])
-        head = HeadOp(self._linears.weights[0], vocab=self._linear.out_features, multiplier=1.0, divisor=1.0)
+        head = HeadOp(self._linears.matrices[0].weight, vocab=self._linear.out_features, multiplier=1.0, divisor=1.0)
         self._args = LeafHead(head=head)
         self._input = self._args.input
         self._input.width, self._input.dtype = self._linears.in_features, DTYPE_CODES[self._linears.dtype]
@@ -47,6 +48,11 @@ class HeadLeaf(Leaf):
         """See `Leaf.refresh`."""
         self._gate.linear(self._linear, "head_argmax")
         self._linears.refresh()
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """See `Leaf.matrices`."""
+        return self._linears.matrices
 
     def ask_argmax(self, rows: int) -> None:
         """Let the next forward of the model, which keeps max(rows, 1) rows, compute the argmax of `rows` of them."""

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hfpaged.program.panels import PackedMatrix
+
 Forward = Callable[..., Any]
 
 
@@ -40,6 +42,11 @@ class Leaf(ABC):
             FusionRefused: a guard does not admit a module any more.
             NotRecognized: a weight changed its shape, dtype or device.
         """
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """The packed weights that it computes from."""
+        return []
 
 
 def own_forward(module: nn.Module) -> Forward:

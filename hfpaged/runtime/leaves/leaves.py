@@ -11,6 +11,7 @@ from torch import nn
 
 from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.program.description import NotRecognized
+from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.trace import Trace, trace_forward
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.angles import Angles
@@ -62,6 +63,11 @@ class Leaves:
         """
         for leaf in self._leaves:
             leaf.refresh()
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """The packed weights of all leaves."""
+        return [matrix for leaf in self._leaves for matrix in leaf.matrices]
 
     def _find_equal(self, view: EngineView, finder: LeafFinder, trace: Trace) -> list[Leaf]:
         """Leaves whose results are those of their modules. The parts of one that differs may be leaves themselves."""

@@ -10,6 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfpaged.program.description import Linear
+from hfpaged.program.panels import PackedMatrix
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
 from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
@@ -53,6 +54,11 @@ class LinearLeaf(Leaf):
         """See `Leaf.refresh`."""
         self._admit()
         self._linears.refresh()
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """See `Leaf.matrices`."""
+        return self._linears.matrices
 
     def _admit(self) -> None:
         for linear in self._descriptions:

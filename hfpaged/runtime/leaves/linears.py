@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hfpaged.program.abi import DTYPE_CODES, PackedWeight
+from hfpaged.program.abi import DTYPE_CODES
 from hfpaged.program.description import Linear
 from hfpaged.program.panels import PackedMatrix, side_by_side
 from hfpaged.runtime.leaves.abi import LeafLinear, LeafLinears
@@ -20,6 +20,7 @@ class Linears:
     Attributes:
         in_features: elements of a row of the input.
         dtype: of weights, input and outputs.
+        matrices: the packed weight of each module. Their structs, for other kernels, are valid as long as they live.
     """
 
     def __init__(
@@ -34,11 +35,11 @@ class Linears:
         self.dtype = linears[0].weight.dtype
         self._kernels = kernels
         self._out_shapes = tuple(out_shapes or ((linear.out_features,) for linear in linears))
-        self._matrices = [PackedMatrix(kernels.library, side_by_side([linear]), self.dtype) for linear in linears]
+        self.matrices = [PackedMatrix(kernels.library, side_by_side([linear]), self.dtype) for linear in linears]
         self._outputs = (LeafLinear * len(linears))(
             *(
                 LeafLinear(matrix.weight, None, linear.out_features)
-                for matrix, linear in zip(self._matrices, linears, strict=True)
+                for matrix, linear in zip(self.matrices, linears, strict=True)
             )
         )
         # Views of the structs: making one anew at each access would cost more than filling it.
@@ -50,18 +51,13 @@ class Linears:
         self._run = kernels.library.hfp_leaf_linears
         self.refresh()
 
-    @property
-    def weights(self) -> list[PackedWeight]:
-        """The packed weight of each module, for other kernels. Valid as long as this object lives."""
-        return [matrix.weight for matrix in self._matrices]
-
     def refresh(self) -> None:
         """Take over the present weights.
 
         Raises:
             NotRecognized: a weight changed its shape, dtype or device.
         """
-        for matrix in self._matrices:
+        for matrix in self.matrices:
             matrix.pack(self._kernels.threads)
 
     def __call__(self, x: torch.Tensor, lead: tuple[int, ...]) -> list[torch.Tensor]:

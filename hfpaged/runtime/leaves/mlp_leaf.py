@@ -54,8 +54,13 @@ class MlpLeaf(Leaf):
         self._gate.mlp(self._mlp)
         self._pack()
 
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """See `Leaf.matrices`."""
+        return [self._inner, self._down]
+
     def _pack(self) -> None:
-        for matrix in (self._inner, self._down):
+        for matrix in self.matrices:
             matrix.pack(self._kernels.threads)
 
     def _forward(self, x: torch.Tensor) -> torch.Tensor:
