@@ -53,11 +53,12 @@ class LeafGate:
 
     def attention(self, attention: Attention) -> None:
         """An attention layer, up to the paged attention itself."""
-        dtype = attention.query.weight.dtype
-        for linear in (attention.query, attention.key, attention.value, attention.output):
+        linears = (attention.query, attention.key, attention.value, attention.output)
+        for linear in linears:
             self.linear(linear)
-            if linear.weight.dtype != dtype:
-                raise FusionRefused("linear", "the projections of an attention layer differ in dtype")
+        dtype = attention.query.weight.dtype
+        if any(linear.weight.dtype != dtype for linear in linears):
+            raise FusionRefused("linear", "the projections of an attention layer differ in dtype")
         norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
         for norm in norms:
             self.norm(norm, dtype)
