@@ -46,6 +46,13 @@ def causal_output(logits: Any, cache: Any) -> CausalLMOutputWithPast:
     return CausalLMOutputWithPast(logits=logits, **{cache_field(): cache})
 
 
+def hooked_adapter_names(hook: Any) -> list[str] | None:
+    """The adapter names, one a row, that a hook of PEFT's hands to its layer; None if it is another hook."""
+    function = getattr(hook, "func", None)
+    module = getattr(function, "__module__", None) or ""
+    return hook.keywords.get("adapter_names") if module.startswith("peft.") else None
+
+
 def is_capture_hook(hook: Any) -> bool:
     """Whether a forward hook is one that libraries install themselves, and that changes no number.
 

@@ -15,7 +15,7 @@ from hfpaged.compat import pop_cache
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.runtime.handle import GenerationHandle
 
-REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache", "scope", "logprobs", "prompt_logprobs")
+REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache", "scope", "logprobs", "prompt_logprobs", "adapter")
 MOST_SALT_CHARACTERS = 256
 MOST_LOGPROBS = 100
 # Arguments of the decoding loops themselves; all others go to the model's forward.
@@ -94,6 +94,8 @@ class RequestOptions:
         scope: lets another thread cancel the call.
         logprobs, prompt_logprobs: of `engine.submit`: collect log-probabilities of the new tokens, of the prompt,
             on the handle, with so many of the likeliest alternatives. None: do not.
+        adapter: name of the LoRA adapter to go through, or "__base__" for none; one for the call, or a list with one
+            for each prompt. None: those that are active.
     """
 
     seed: int | list[int] | None = None
@@ -103,6 +105,7 @@ class RequestOptions:
     scope: CancelScope | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    adapter: str | list[str] | None = None
 
     @classmethod
     def from_keyword(cls, options: Any) -> RequestOptions:
@@ -132,6 +135,9 @@ class RequestOptions:
             raise UnsupportedOptionError(f"scope must be a hfpaged.CancelScope, got {type(self.scope).__name__}")
         if not isinstance(self.prefix_cache, bool):
             raise UnsupportedOptionError(f"prefix_cache must be True or False, got {self.prefix_cache!r}")
+        adapters = self.adapter if isinstance(self.adapter, list) else [self.adapter or ""]
+        if not all(isinstance(name, str) for name in adapters):
+            raise UnsupportedOptionError(f"adapter must be a name, or a list of names, got {self.adapter!r}")
         for name in ("logprobs", "prompt_logprobs"):
             count = getattr(self, name)
             if count is not None and not (_is_int(count) and 0 <= count <= MOST_LOGPROBS):

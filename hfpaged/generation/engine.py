@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.generation.call import GenerateCall, RequestOptions
 from hfpaged.generation.routing import stock_reason
-from hfpaged.generation.rows import check_prompt, row_specs, token_ids
+from hfpaged.generation.rows import check_prompt, row_specs, token_ids, vocabulary_size
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
 
@@ -64,7 +64,7 @@ def _single_row_call(
     options: dict[str, Any],
 ) -> GenerateCall:
     """Prepare one prompt as `generate` does: merge configs, resolve lengths and special tokens, build the lists."""
-    check_prompt(prompt, model.get_input_embeddings().num_embeddings)
+    check_prompt(prompt, vocabulary_size(model))
     has_default_max_length = _is_default("max_length", model, generation_config, options)
     has_default_min_length = _is_default("min_length", model, generation_config, options)
     config, unknown = model._prepare_generation_config(generation_config, **options)

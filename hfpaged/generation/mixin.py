@@ -71,7 +71,7 @@ class PagedGenerationMixin:
         call, reason = self._routed(input_ids, arguments)
         if reason is None:
             return self._run_on_engine(call)
-        self._leave_to_stock(reason)
+        self._leave_to_stock(call, reason)
         return super()._sample(input_ids, **arguments)
 
     def _beam_search(self, input_ids: Any, **arguments: Any) -> Any:
@@ -79,7 +79,7 @@ class PagedGenerationMixin:
         reason = reason or loop_reason(self, call)
         if reason is None:
             return self._run_loop("_beam_search", call, arguments, repeats=call.config.num_beams)
-        self._leave_to_stock(reason)
+        self._leave_to_stock(call, reason)
         return super()._beam_search(input_ids, **arguments)
 
     def _assisted_decoding(self, input_ids: Any, **arguments: Any) -> Any:
@@ -92,7 +92,7 @@ class PagedGenerationMixin:
         reason = reason or loop_reason(self, call)
         if reason is None:
             return self._run_loop("_assisted_decoding", call, arguments, repeats=1)
-        self._leave_to_stock(reason)
+        self._leave_to_stock(call, reason)
         return super()._assisted_decoding(input_ids, **arguments)
 
     def _routed(self, input_ids: Any, arguments: dict[str, Any]) -> tuple[GenerateCall, str | None]:
@@ -122,11 +122,17 @@ class PagedGenerationMixin:
             output[cache_field()] = None
         return output
 
-    def _leave_to_stock(self, reason: str) -> None:
+    def _leave_to_stock(self, call: GenerateCall, reason: str) -> None:
         if self._hfpaged.config.on_unsupported == "raise":
             raise UnsupportedOptionError(
                 f"the engine does not take this call ({reason}) and on_unsupported='raise'; "
                 "patch with on_unsupported='stock' to let Transformers run it"
+            )
+        ignored = [name for name in ("seed", "adapter") if getattr(call.options, name) is not None]
+        if ignored:
+            raise UnsupportedOptionError(
+                f"hfpaged={{{ignored[0]!r}: ...}} means nothing to Transformers' own code, "
+                f"which this call needs ({reason})"
             )
         self._hfpaged.counters.fallbacks[reason] += 1
 

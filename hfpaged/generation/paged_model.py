@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hfpaged.compat import causal_output
 from hfpaged.errors import RequestCancelled
 from hfpaged.generation.call import RequestOptions
-from hfpaged.generation.rows import unpadded
+from hfpaged.generation.rows import unpadded, vocabulary_size
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
@@ -152,7 +152,7 @@ class PagedModel(GenerationMixin):
         return causal_output(self.paged_cache.logits().to(input_ids.device), self.paged_cache)
 
     def _specs(self, input_ids: torch.LongTensor, mask: torch.Tensor | None, logits_for: int) -> list[RequestSpec]:
-        prompts = unpadded(input_ids, mask, self._model.get_input_embeddings().num_embeddings)
+        prompts = unpadded(input_ids, mask, vocabulary_size(self._model))
         state = ThreadState.capture(self._model.device.type)
         room = self._max_length - input_ids.shape[1]
         return [

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin, PreTrainedModel
 
-from hfpaged.compat import is_capture_hook, is_user_cache
+from hfpaged.compat import hooked_adapter_names, is_capture_hook, is_user_cache
+from hfpaged.generation.adapters import hooked_names
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.returned_cache import ReturnedCache
 from hfpaged.generation.rows import mask_is_left_padding, require_no_empty_row
@@ -60,6 +61,8 @@ def loop_reason(model: PreTrainedModel, call: GenerateCall) -> str | None:
         return "own _reorder_cache"
     if call.config.prefill_chunk_size is not None:
         return "prefill_chunk_size"
+    if call.options.adapter is not None or hooked_names(model) is not None:
+        return "adapters of rows"
     own_drafts = [name for name in SELF_SPECULATION if getattr(call.config, name, None)]
     if own_drafts:
         return own_drafts[0]
@@ -144,7 +147,11 @@ def _has_user_hooks(model: PreTrainedModel) -> bool:
     """Hooks expect their own call's [B, L, H]; a packed step would show them other people's rows."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return True
-    return any(not is_capture_hook(hook) for module in model.modules() for hook in _hooks(module))
+    return any(
+        not is_capture_hook(hook) and hooked_adapter_names(hook) is None
+        for module in model.modules()
+        for hook in _hooks(module)
+    )
 
 
 def _hooks(module: nn.Module) -> Iterator[object]:

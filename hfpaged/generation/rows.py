@@ -11,6 +11,7 @@ import torch
 from transformers import LogitsProcessorList, PreTrainedModel
 
 from hfpaged.errors import InputError, UnsupportedOptionError
+from hfpaged.generation.adapters import row_adapters
 from hfpaged.generation.call import GenerateCall
 from hfpaged.runtime.request_spec import DraftOptions, LookupOptions, RequestSpec
 from hfpaged.runtime.thread_state import ThreadState
@@ -67,6 +68,13 @@ def unpadded(input_ids: torch.LongTensor, mask: torch.Tensor | None, vocab_size:
     return rows
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """How many token ids the model can read."""
+    embeddings = model.get_input_embeddings()
+    # One with an adapter around it has only the weight.
+    return getattr(embeddings, "num_embeddings", None) or embeddings.weight.shape[0]
+
+
 def check_prompt(prompt: list[int], vocab_size: int, name: str = "the prompt") -> None:
     """Raise `InputError` unless `prompt` has at least one token, all of them in the vocabulary."""
     if not prompt:
@@ -90,10 +98,11 @@ def row_specs(
         steered: the caller will process logits and feed tokens itself.
         guesses: how to guess ahead, where what a row asks for allows it.
     """
-    prompts = unpadded(call.input_ids, call.attention_mask, model.get_input_embeddings().num_embeddings)
+    prompts = unpadded(call.input_ids, call.attention_mask, vocabulary_size(model))
     repeats = max(1, call.config.num_return_sequences or 1)
     keys = _random_keys(call, repeats)
     state = ThreadState.capture(model.device.type)
+    adapters = row_adapters(model, call)
     return [
         RequestSpec(
             prompt=prompt,
@@ -113,6 +122,7 @@ def row_specs(
             priority=call.options.priority,
             cache_salt=call.options.cache_salt,
             prefix_cache=call.options.prefix_cache,
+            adapter=None if adapters is None else adapters[index],
             fork_of=index - index % repeats if index % repeats else None,
         )
         for index, prompt in enumerate(prompts)

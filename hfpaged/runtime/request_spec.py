@@ -47,6 +47,7 @@ class RequestSpec:
         priority: lower runs first.
         cache_salt: only requests with the same salt share cached prefixes.
         prefix_cache: False neither reads nor enters the prefix cache.
+        adapter: name of the LoRA adapter that it alone goes through, or "__base__" for none; None: whatever is active.
         fork_of: index, in the same submission, of the request whose prompt this one shares.
         thread_state: the PyTorch state that its forwards run under.
     """
@@ -69,6 +70,7 @@ class RequestSpec:
     priority: int = 0
     cache_salt: str = ""
     prefix_cache: bool = True
+    adapter: str | None = None
     fork_of: int | None = None
 
     @property

@@ -73,7 +73,7 @@ class Stepper:
         """Build the workspace if there is none yet, so that its capacity is known."""
         if self.workspace is None:
             self._view.refresh(self.live_model())
-            self.workspace = Workspace(self._view, self._config, spec.thread_state)
+            self.workspace = Workspace(self._view, self._config, spec.thread_state, spec.adapter is not None)
             self.workspaces.append(self.workspace)
         return self.workspace
 
@@ -161,6 +161,8 @@ class Stepper:
             return False
         self._note_started(plan, planned)
         try:
+            if workspace.adapters is not None:
+                workspace.adapters.assign(plan, {entry.id: self.live[entry.id].spec.adapter for entry in plan.entries})
             output = workspace.runner.run(plan, wants_logits(plan, self.live))
             ran = time.perf_counter()
             outcomes = draw_tokens(plan, self.live, output, self._sampler)
@@ -286,7 +288,7 @@ class Stepper:
         """Follow what happened to the model since the last call, before requests of a new one start."""
         model = self.live_model()
         is_stale = self._view.is_stale(model)
-        if is_stale or (self.workspace is not None and self.workspace.state != spec.thread_state):
+        if is_stale or (self.workspace is not None and not self.workspace.suits(spec)):
             self._change_workspace(model, spec)
         if self._watch is None:
             self._watch = self._watch_weights()
@@ -303,7 +305,7 @@ class Stepper:
         """Go on in a workspace that fits, or in none yet. The present one stays as long as it has requests."""
         if self.workspace is not None and not self.workspace.scheduler.requests:
             self._drop(self.workspace)
-        fitting = (one for one in self.workspaces if one.state == spec.thread_state and not one.view.is_stale(model))
+        fitting = (one for one in self.workspaces if one.suits(spec) and not one.view.is_stale(model))
         self.workspace = next(fitting, None)
         self._view = EngineView(model, self._original_class) if self.workspace is None else self.workspace.view
 
@@ -316,7 +318,11 @@ class Stepper:
             self.workspace = None
 
     def _add(self, spec: RequestSpec, handle: GenerationHandle, siblings: Sequence[GenerationHandle]) -> None:
-        root = root_key(self._epoch, spec.cache_salt) if spec.prefix_cache and self._config.prefix_caching else None
+        root = (
+            root_key(self._epoch, spec.cache_salt, spec.adapter)
+            if spec.prefix_cache and self._config.prefix_caching
+            else None
+        )
         request = Request(
             id=handle.request_id,
             tokens=list(spec.prompt),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,10 +15,12 @@ from hfpaged.core.preemption import PreemptionPolicy
 from hfpaged.core.prefix_cache import PrefixCache
 from hfpaged.core.scheduler import Scheduler, SchedulerLimits
 from hfpaged.errors import ConfigError
+from hfpaged.runtime.adapters import AdapterRows
 from hfpaged.runtime.attention.select import choose_backend
 from hfpaged.runtime.block_store import HostBlockStore
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.released_weights import ReleasedWeights
+from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.runner import Runner, probe_layers
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.runtime.tier_choice import choose_tier
@@ -33,13 +36,21 @@ COMPUTE_COST_PER_TOKEN = 16.0
 
 
 class Workspace:
-    """Built under the thread state of the first request; a request under another one needs another workspace."""
+    """Built under the thread state of the first request; a request under another one needs another workspace.
 
-    def __init__(self, view: EngineView, config: EngineConfig, state: ThreadState):
+    Attributes:
+        adapters: chooses a LoRA adapter for each token of a step; None where all requests have the active one. Requests
+            of the two kinds do not share a workspace.
+    """
+
+    def __init__(self, view: EngineView, config: EngineConfig, state: ThreadState, mixes_adapters: bool = False):
         seen = probe_layers(view, state)
         device, dtype = view.model.device, seen[0].dtype
         self.view = view
         self.state = state
+        self.adapters = AdapterRows(view.model) if mixes_adapters else None
+        if mixes_adapters:
+            config = replace(config, tier="modules")
         self.backend, self.rejected_backends = choose_backend(
             config.attention_backend, device, dtype, [layer.shape for layer in seen], config.block_size
         )
@@ -72,6 +83,10 @@ class Workspace:
         """Give the model back what was taken from it, and drop the references to the pool."""
         self.released.restore()
         self.view.step.unbind()
+
+    def suits(self, spec: RequestSpec) -> bool:
+        """Whether a request may share steps with those that are here."""
+        return self.state == spec.thread_state and (self.adapters is not None) == (spec.adapter is not None)
 
 
 def _blocks_for_memory(config: EngineConfig, device: torch.device, bytes_per_block: int) -> int:

@@ -198,15 +198,6 @@ def test_copy_of_a_wrapper_is_unpatched(adapted):
     assert not is_patched(copied) and greedy(copied) == text
 
 
-def test_rows_with_different_adapters_run_stock(adapted):
-    """PEFT tells rows apart with hooks, which would see other rows in a packed step."""
-    options = {**left_padded(PROMPTS), "adapter_names": ["red", "blue", "__base__"], "max_new_tokens": NEW, **GREEDY}
-    want = copy.deepcopy(adapted).generate(**options)
-    assert torch.equal(adapted.generate(**options), want)
-    assert stats(adapted)["fallbacks"] == {"user hooks": 1}
-    assert_stock_text(adapted)
-
-
 def test_prompt_tuning_runs_stock(model):
     config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=4)
     peft_model = get_peft_model(model, config).eval()

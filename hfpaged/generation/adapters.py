@@ -1,0 +1,39 @@
+"""Which LoRA adapter each row of a call goes through: `hfpaged={"adapter": ...}`, or PEFT's own `adapter_names`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hfpaged.compat import hooked_adapter_names
+from hfpaged.errors import UnsupportedOptionError
+from hfpaged.generation.call import GenerateCall
+from hfpaged.runtime.adapters import adapter_layers, check_adapter
+
+
+def row_adapters(model: nn.Module, call: GenerateCall) -> list[str] | None:
+    """One adapter name a row; None: all rows go through those that are active.
+
+    Raises:
+        InputError, UnsupportedOptionError: an adapter is unknown or cannot be mixed, or their number is not the rows'.
+    """
+    names = call.options.adapter
+    if names is None:
+        names = hooked_names(model)
+        if names is None:
+            return None
+    elif isinstance(names, str):
+        names = [names] * call.num_rows
+    else:
+        repeats = max(1, call.config.num_return_sequences or 1)
+        names = [name for name in names for _ in range(repeats)]
+    if len(names) != call.num_rows:
+        raise UnsupportedOptionError(f"{len(names)} adapters were given for {call.num_rows} rows")
+    for name in set(names):
+        check_adapter(model, name)
+    return list(names)
+
+
+def hooked_names(model: nn.Module) -> list[str] | None:
+    """The `adapter_names` of the `PeftModel.generate` that is going on, which PEFT keeps in hooks on the layers."""
+    hooks = (hook for layer in adapter_layers(model) for hook in layer._forward_pre_hooks.values())
+    return next((names for names in map(hooked_adapter_names, hooks) if names is not None), None)

@@ -1,0 +1,137 @@
+"""One batch, several LoRA adapters: each row has the text of a model with its adapter alone, in the same steps."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from batches import left_padded, new_tokens
+from oracle import GREEDY, PROMPTS, assert_stock_text, stats
+from patching.test_peft import lora, randomize, with_adapters
+from peft import get_peft_model
+
+import hfpaged
+from hfpaged.errors import InputError, UnsupportedOptionError
+
+NEW = 8
+NAMES = ["red", "blue", "__base__"]
+OPTIONS = {**GREEDY, "max_new_tokens": NEW}
+
+
+@pytest.fixture
+def adapted(model):
+    return hfpaged.patch(with_adapters(model, "red", "blue"))
+
+
+def alone_with(model, prompt, name, **options):
+    """The text of one prompt on an unpatched copy, with one adapter active or none."""
+    fresh = copy.deepcopy(model)
+    if name != "__base__":
+        fresh.set_adapter(name)
+        return new_tokens(fresh.generate(**left_padded([prompt]), **OPTIONS, **options), [prompt])[0]
+    with fresh.disable_adapter():
+        return new_tokens(fresh.generate(**left_padded([prompt]), **OPTIONS, **options), [prompt])[0]
+
+
+def test_rows_of_a_batch_as_peft_names_them(adapted):
+    want = [alone_with(adapted, prompt, name) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    for _ in range(2):
+        out = adapted.generate(**left_padded(PROMPTS), adapter_names=NAMES, **OPTIONS)
+        assert new_tokens(out, PROMPTS) == want
+    engine = hfpaged.engine(adapted)
+    engine.check()
+    assert stats(adapted)["fallbacks"] == {}
+    assert stats(adapted)["cached_prompt_tokens"] > 0
+    assert_stock_text(adapted)  # and the active adapter is what others get
+
+
+@pytest.mark.parametrize("engine", [{}, {"max_batch_tokens": 7}, {"num_blocks": 6, "preemption": "recompute"}], ids=str)
+def test_one_prompt_through_each_adapter_never_shares_blocks(model, engine):
+    adapted = hfpaged.patch(with_adapters(model, "red", "blue"), **engine)
+    prompt = PROMPTS[0]
+    want = {name: alone_with(adapted, prompt, name) for name in NAMES}
+    assert len(set(map(tuple, want.values()))) == 3
+    engine = hfpaged.engine(adapted)
+    handles = {name: engine.submit(prompt, **OPTIONS, hfpaged={"adapter": name}) for name in (*NAMES, *NAMES[::-1])}
+    assert {name: handle.result(60) for name, handle in handles.items()} == want
+    again = engine.submit(prompt, **OPTIONS, hfpaged={"adapter": "blue"})
+    assert again.result(60) == want["blue"]
+    engine.check()
+
+
+def test_threads_with_an_adapter_each_share_steps(adapted):
+    jobs = [(PROMPTS[number % 3], NAMES[number % 2]) for number in range(12)]
+    want = [alone_with(adapted, *job) for job in jobs[:6]] * 2
+    engine = hfpaged.engine(adapted)
+
+    def run(job):
+        prompt, name = job
+        return new_tokens(adapted.generate(**left_padded([prompt]), **OPTIONS, hfpaged={"adapter": name}), [prompt])[0]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(run, jobs)) == want
+    engine.check()
+
+
+def test_a_list_names_one_for_each_prompt(adapted):
+    options = {**OPTIONS, "do_sample": True, "top_k": 1, "num_return_sequences": 2}
+    out = adapted.generate(**left_padded(PROMPTS), **options, hfpaged={"adapter": NAMES})
+    want = [alone_with(adapted, prompt, name) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    assert new_tokens(out, PROMPTS) == [text for text in want for _ in range(2)]
+
+
+def test_an_adapter_on_the_head_and_embeddings(model):
+    config = lora()
+    config.target_modules = ["q_proj", "lm_head", "embed_tokens"]
+    peft_model = get_peft_model(model, config, adapter_name="red")
+    peft_model.add_adapter("blue", lora())
+    for seed, name in enumerate(("red", "blue")):
+        randomize(peft_model, name, seed)
+    adapted = hfpaged.patch(peft_model.eval())
+    want = [alone_with(adapted, prompt, name) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    out = adapted.generate(**left_padded(PROMPTS), adapter_names=NAMES, **OPTIONS)
+    assert new_tokens(out, PROMPTS) == want
+
+
+def test_user_code_sees_the_batch_and_rows_keep_their_adapters(adapted):
+    calls = []
+
+    def watch(input_ids, scores):
+        calls.append(tuple(input_ids.shape))
+        return scores
+
+    options = {**OPTIONS, "logits_processor": [watch]}
+    out = adapted.generate(**left_padded(PROMPTS), adapter_names=NAMES, **options)
+    want = [alone_with(adapted, prompt, name) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    assert new_tokens(out, PROMPTS) == want
+    assert len(calls) == NEW and calls[0][0] == 3
+
+
+def test_beams_with_adapters_run_stock(adapted):
+    options = {**left_padded(PROMPTS), "adapter_names": NAMES, **OPTIONS, "num_beams": 2}
+    want = copy.deepcopy(adapted).generate(**options)
+    assert torch.equal(adapted.generate(**options), want)
+    assert stats(adapted)["fallbacks"] == {"adapters of rows": 1}
+
+
+def test_what_cannot_be_mixed_is_refused_by_name(adapted, model):
+    engine = hfpaged.engine(adapted)
+    with pytest.raises(InputError, match=r"no adapter 'green'.*__base__, blue, red"):
+        engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "green"})
+    with pytest.raises(UnsupportedOptionError, match="2 adapters were given for 3 rows"):
+        adapted.generate(**left_padded(PROMPTS), **OPTIONS, hfpaged={"adapter": ["red", "blue"]})
+    with pytest.raises(UnsupportedOptionError, match="must be a name"):
+        engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": 3})
+    with pytest.raises(UnsupportedOptionError, match="means nothing to Transformers"):
+        adapted.generate(**left_padded(PROMPTS), **OPTIONS, use_cache=False, hfpaged={"adapter": "red"})
+    adapted.merge_adapter()
+    with pytest.raises(UnsupportedOptionError, match="unmerge"):
+        engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "red"})
+
+
+def test_without_adapters_there_is_none_to_name(tiny_model):
+    model = tiny_model("llama").patch()
+    with pytest.raises(InputError, match="known: none"):
+        hfpaged.engine(model).submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "red"})
