@@ -64,12 +64,12 @@ CALLS = {
     "right padding": (right_padding, "mask with holes"),
     "no cache": ({"use_cache": False}, "use_cache=False"),
     "static cache": ({"cache_implementation": "static"}, "cache_implementation"),
-    "hidden states": ({"output_hidden_states": True}, "model argument output_hidden_states"),
-    "attentions": ({"output_attentions": True}, "model argument output_attentions"),
+    "hidden states": ({"output_hidden_states": True}, "attentions or hidden states"),
+    "attentions": ({"output_attentions": True}, "attentions or hidden states"),
     "beams without cache": ({"num_beams": 3, "use_cache": False}, "use_cache=False"),
     "sampled beams with attentions": (
         {"num_beams": 2, "do_sample": True, "output_attentions": True},
-        "model argument output_attentions",
+        "attentions or hidden states",
     ),
 }
 
