@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Planner:
-    """First the running requests, oldest first, each as many tokens as it has left and the budget allows. Then, if
+    """First the running requests, oldest first, each as many tokens as it has left and its share allows. Then, if
     nobody had to be preempted, waiting ones are admitted. Memory is taken from the newest when it runs out.
 
     Attributes:
@@ -59,14 +59,35 @@ class Planner:
 
     def _plan_running(self) -> None:
         most = self._books.limits.max_requests
+        decoding = sum(request.num_uncomputed for request in self._books.running if request.is_decoding)
+        readers = sum(not request.is_decoding for request in self._books.running)
         for request in self._books.running:
             if self._budget == 0 or len(self._entries) == most:
                 return
+            share = self._budget
+            if request.is_decoding:
+                decoding -= request.num_uncomputed
+            else:
+                readers -= 1
+                share = self._reading_share(decoding, readers)
             if request in self.victims:
                 continue
-            count = self._count(request, request.num_uncomputed)
+            count = self._count(request, request.num_uncomputed, share)
             if count and self._make_room(request, self._blocks_to_take(request, count)):
                 self._schedule(request, count)
+
+    def _reading_share(self, decoding: int, readers: int) -> int:
+        """Tokens that a prompt may take: what later requests that are `decoding` leave, or half if others want to read.
+
+        So a long prompt delays everybody by a step's time, not by the time it takes to read it.
+        """
+        free = max(1, self._budget - decoding)
+        return -(-free // 2) if readers or self._could_admit_next() else free
+
+    def _could_admit_next(self) -> bool:
+        """Whether there is room for the request that has waited longest, cached blocks aside."""
+        has_slot = len(self._books.running) < self._books.limits.max_requests
+        return bool(self._books.waiting) and has_slot and self._can_admit(self._books.waiting[0], [])
 
     def _admit_waiting(self) -> None:
         slots = self._books.limits.max_requests - len(self._books.running)
@@ -83,7 +104,7 @@ class Planner:
                     continue
                 shared = hit.blocks
             start = len(shared) * self._block_size if shared else request.computed
-            if self._count(request, request.length - start) == 0:
+            if self._count(request, request.length - start, self._budget) == 0:
                 return
             if not self._can_admit(request, shared) and not self._reclaim_for(request, shared):
                 return
@@ -112,17 +133,17 @@ class Planner:
             full = len(request.tokens) // self._block_size
             hashes = request.block_hashes(self._block_size, full)
             self._claimed.update(dict.fromkeys(hashes[start // self._block_size :], request.id))
-        self._schedule(request, self._count(request, request.length - start), start, held)
+        self._schedule(request, self._count(request, request.length - start, self._budget), start, held)
 
-    def _count(self, request: Request, uncomputed: int) -> int:
-        """How many of its tokens the step computes: all, or as many as the budget allows.
+    def _count(self, request: Request, uncomputed: int, share: int) -> int:
+        """How many of its tokens the step computes: all, or as many as its share of the budget allows.
 
         The last ones, whose logits are needed together, are never parted; as the first of a step they may exceed it.
         """
         together = request.draft_tokens + 1
-        if uncomputed <= self._budget or (uncomputed == together and not self._entries):
+        if uncomputed <= share or (uncomputed == together and not self._entries):
             return uncomputed
-        return min(self._budget, uncomputed - together)
+        return min(share, uncomputed - together)
 
     def _schedule(
         self, request: Request, count: int, start: int | None = None, held: tuple[int, ...] | None = None

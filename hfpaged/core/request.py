@@ -94,6 +94,11 @@ class Request:
         return unverified if self.score_from is None else min(unverified, self.score_from)
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether all that is left to compute is its next token, and guesses behind it."""
+        return self.num_uncomputed <= self.draft_tokens + 1
+
+    @property
     def can_draft(self) -> bool:
         """Whether guesses can be computed in the same step as the one token that is left."""
         return self.state is RequestState.RUNNING and self.num_uncomputed == 1 and self.draft_tokens == 0

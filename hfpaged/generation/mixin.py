@@ -18,6 +18,7 @@ from hfpaged.generation.engine import Engine
 from hfpaged.generation.lockstep import LockstepLoop
 from hfpaged.generation.outputs import generate_output
 from hfpaged.generation.paged_model import PagedModel
+from hfpaged.generation.readers import release_reader
 from hfpaged.generation.routing import loop_reason, stock_reason
 from hfpaged.generation.rows import row_processors, row_specs
 from hfpaged.generation.speculation import speculation_options
@@ -155,6 +156,9 @@ class PagedGenerationMixin:
                 _stream(call, handles[0])
             for handle in handles:
                 handle.result()
+        except BaseException:
+            release_reader(call.streamer)
+            raise
         finally:
             engine.cancel(handles)
         return generate_output(self, call, handles)

@@ -261,6 +261,23 @@ def test_tokens_whose_logits_are_needed_together_are_never_parted(budget):
     assert all(entry.num_tokens >= entry.logits_for for entry in entries)
 
 
+def test_a_long_prompt_leaves_room_for_those_that_came_later():
+    books = make_books(num_blocks=600, max_batch_tokens=16)
+    memory = Memory(books)
+    books.add(make_request(1, range(1000), max_tokens=1010))
+    assert [entry.num_tokens for entry in run_step(books, memory).entries] == [16]
+    books.add(make_request(2, range(2000, 2006)))
+    books.add(make_request(3, range(3000, 3100)))
+    plan = run_step(books, memory)
+    assert [(entry.id, entry.num_tokens) for entry in plan.entries] == [(1, 8), (2, 6), (3, 2)]
+    assert books.requests[2].tokens[6:]  # its first token is there in the step after it came
+    plan = run_step(books, memory)
+    assert [(entry.id, entry.num_tokens) for entry in plan.entries] == [(1, 8), (2, 1), (3, 7)]
+    books.finish(2)
+    books.finish(3)
+    assert [entry.num_tokens for entry in run_step(books, memory).entries] == [16]
+
+
 def test_tokens_whose_logits_are_needed_are_not_taken_from_the_cache():
     books = make_books()
     memory = Memory(books)
