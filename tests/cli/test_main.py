@@ -51,6 +51,19 @@ def test_support_says_that_a_model_can_be_patched(model_directory: Path, capsys:
     assert "(LlamaForCausalLM) can be patched" in capsys.readouterr().out
 
 
+def test_support_says_on_which_tier_a_model_runs_and_why_not_on_a_faster_one(
+    tmp_path: Path, tiny_model: Callable[..., PreTrainedModel], capsys: pytest.CaptureFixture[str]
+) -> None:
+    if library.unavailable():
+        pytest.skip(library.unavailable())
+    tiny_model("opt").save_pretrained(tmp_path)
+    assert main.main(["support", str(tmp_path)]) == 0
+    _, tier, reason, *refusals = capsys.readouterr().out.splitlines()
+    assert tier == "tier leaves, attention native"
+    assert reason.startswith("no faster tier: ") and "in an unknown way" in reason
+    assert [refusal.split(":")[0] for refusal in refusals] == ["  - 4 modules run as they are"]
+
+
 def test_support_gives_the_reasons_against_a_model_and_exit_code_1(
     tmp_path: Path, tiny_model: Callable[..., PreTrainedModel], capsys: pytest.CaptureFixture[str]
 ) -> None:

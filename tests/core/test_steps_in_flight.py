@@ -181,4 +181,3 @@ def test_only_pending_tokens_can_be_settled():
     books.settle(0, 1)
     with pytest.raises(InvariantError, match="no token to settle"):
         books.settle(0, 2)
-

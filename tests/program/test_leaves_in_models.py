@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import left_padded, random_prompts
 from families import FAMILIES, build_tiny
-from oracle import GREEDY, NEW, assert_stock_text, greedy, stats
+from oracle import GREEDY, NEW, PROMPTS, assert_stock_text, greedy, stats, warm_up
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
@@ -58,6 +58,18 @@ def test_fp32_text_is_stocks(family):
     assert_stock_text(model)
     assert stats(model)["tier"] == "leaves"
     assert len(places(model)) == native(model).total() > 0
+
+
+# Decoders that are no step program, and some that are.
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3n_text", "deepseek_v3", "cohere2", "stablelm", "starcoder2"])
+def test_fp32_text_is_the_same_alone_warm_and_in_chunks(family):
+    model = build(family)
+    with hfpaged.patched(model, tier="leaves"):
+        expected = assert_stock_text(model)
+        assert warm_up(model) == expected
+        assert [greedy(model, [prompt])[0] for prompt in PROMPTS] == expected
+    with hfpaged.patched(model, tier="leaves", max_batch_tokens=9):
+        assert greedy(model) == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "glm4", "gpt_neox", "exaone4", "olmo2"])

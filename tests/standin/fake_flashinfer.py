@@ -322,9 +322,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     ):
         require(causal, "causal is False unless it is asked for")
         require(custom_mask is None and packed_custom_mask is None, "masks are not used")
-        tables = Tables(
-            self.device, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size
-        )
+        tables = Tables(self.device, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
         options = {
             "page_size": page_size,
             "pos_encoding_mode": pos_encoding_mode,

@@ -45,5 +45,3 @@ def stand_in() -> Iterator[StandIn]:
         patch.setattr(backend, "allocate", allocate_poisoned)
         patch.setattr(NativeBackend, "device_types", frozenset())
         yield StandIn(device, library)
-
-
