@@ -29,12 +29,12 @@ def _attend(kernels: ctypes.CDLL, query: list[float], key: list[float], value: l
         "query": _floats(query),
         "key": _floats(key),
         "value": _floats(value),
-        "key_cache": _floats([0.0] * (2 * BLOCK_SIZE * DIM)),
-        "value_cache": _floats([0.0] * (2 * BLOCK_SIZE * DIM)),
+        "cache": _floats([0.0] * (2 * BLOCK_SIZE * 2 * DIM)),
         "output": _floats([0.0] * (HEADS * DIM)),
     }
     address = {name: ctypes.addressof(array) for name, array in numbers.items()}
-    cache = library.Cache(address["key_cache"], address["value_cache"], 0, 2, 1, DIM, DIM)
+    values = address["cache"] + ctypes.sizeof(ctypes.c_float) * BLOCK_SIZE * DIM
+    cache = library.Cache(address["cache"], values, 0, 2, 1, DIM, DIM)
     # The blocks in reverse order: block 1, then block 0.
     slots = (ctypes.c_int64 * TOKENS)(*((1 - i // BLOCK_SIZE) * BLOCK_SIZE + i % BLOCK_SIZE for i in range(TOKENS)))
     ints = {

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hfpaged.errors import NativeKernelError
+from hfpaged.native.kv_layout import KVLayout
 from hfpaged.native.library import Batch
 from hfpaged.program.abi import Step
 from hfpaged.program.description import Model
@@ -34,10 +35,10 @@ class CachePointers:
         if len(kv) != len(model.layers):
             raise NativeKernelError(f"the model has {len(model.layers)} attention layers, the KV cache {len(kv)}")
         for index, (layer, pair) in enumerate(zip(model.layers, kv, strict=True)):
-            for tensor, dim in zip(pair, (layer.attention.key_dim, layer.attention.value_dim), strict=True):
-                elements = self.num_blocks * block_size * layer.attention.kv_heads * dim
-                if tensor.dtype != model.dtype or tensor.numel() != elements or not tensor.is_contiguous():
-                    raise NativeKernelError(f"the KV cache of layer {index} has another dtype or shape than the model")
+            shape = layer.attention
+            layout = KVLayout(self.num_blocks, block_size, shape.kv_heads, shape.key_dim, shape.value_dim)
+            if any(tensor.dtype != model.dtype for tensor in pair) or not layout.is_of(*pair):
+                raise NativeKernelError(f"the KV cache of layer {index} has another dtype or shape than the model")
         self.key, self.value = ((ctypes.c_void_p * len(kv))(*(pair[part].data_ptr() for pair in kv)) for part in (0, 1))
 
     def serves(self, kv: KVPairs, block_size: int) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hfpaged.native.kv_layout import KVLayout
 from hfpaged.program.assemble import ProgramLayout
 from hfpaged.program.description import Experts, Model, NotRecognized
 from hfpaged.program.native_program import NativeProgram, OpRange
@@ -106,12 +107,12 @@ class Verifier:
 
 def _scratch_cache(model: Model, batch: TraceBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of all layers, just large enough for the batch."""
-
-    def blocks(width: int) -> torch.Tensor:
-        return torch.zeros(batch.block_tables.size, BLOCK_SIZE * width, dtype=model.dtype)
-
-    layers = (layer.attention for layer in model.layers)
-    return [(blocks(each.kv_heads * each.key_dim), blocks(each.kv_heads * each.value_dim)) for each in layers]
+    num_blocks = batch.block_tables.size
+    layouts = [
+        KVLayout(num_blocks, BLOCK_SIZE, shape.kv_heads, shape.key_dim, shape.value_dim)
+        for shape in (layer.attention for layer in model.layers)
+    ]
+    return [layout.views(torch.zeros(layout.memory_shape, dtype=model.dtype)) for layout in layouts]
 
 
 def _row_errors(got: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -24,11 +24,12 @@ class Call:
             "block_tables": np.array([[3, 99], [0, 2]], dtype=np.int32),
             "slots": np.array([35, 48, 49, 50], dtype=np.int64),
         }
-        self.memory = np.zeros(4 * 16 * 8, dtype=np.float32)
+        self.memory = np.zeros(4 * 16 * (8 + 8), dtype=np.float32)
         address = self.memory.ctypes.data
         pointers = {name: array.ctypes.data for name, array in self.arrays.items()}
         self.batch = library.Batch(table_stride=2, num_requests=2, num_table_rows=2, block_size=16, **pointers)
-        self.cache = library.Cache(address, address, 0, 4, 1, 8, 8)
+        values = address + 16 * 8 * self.memory.itemsize  # behind the keys of the first tile
+        self.cache = library.Cache(address, values, 0, 4, 1, 8, 8)
         shared = {"batch": ctypes.pointer(self.batch), "cache": ctypes.pointer(self.cache), "num_threads": 1}
         self.output = np.zeros((4, 2, 8), dtype=np.float32)
         self.attention = library.AttentionArgs(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from hfpaged.native.kv_layout import KVLayout
 from hfpaged.program.program import StepProgram
 
 
@@ -43,13 +44,11 @@ class Stepper:
         tables = np.random.default_rng(0).permutation(max_requests * max_blocks).astype(np.int32)
         self.tables = tables.reshape(max_requests, max_blocks)
         model = program.description
-        self.kv = [
-            tuple(
-                torch.zeros(self.tables.size, layer.attention.kv_heads * block_size * dim, dtype=model.dtype)
-                for dim in (layer.attention.key_dim, layer.attention.value_dim)
-            )
-            for layer in model.layers
+        layouts = [
+            KVLayout(self.tables.size, block_size, shape.kv_heads, shape.key_dim, shape.value_dim)
+            for shape in (layer.attention for layer in model.layers)
         ]
+        self.kv = [layout.views(torch.zeros(layout.memory_shape, dtype=model.dtype)) for layout in layouts]
         self.requests: list[Request] = []
 
     def add(self, tokens: list[int]) -> Request:

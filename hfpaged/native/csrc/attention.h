@@ -4,6 +4,9 @@
 // kSplitTokens positions from position 0, each with a softmax over chunks of kChunkTokens (online softmax: Milakov and
 // Gimelshein 2018); then the splits are merged in ascending order (Flash-Decoding: Dao et al. 2023). How rows are
 // grouped into items, which thread runs them and what else is in the batch never changes a bit of a row's output.
+//
+// Reading. Keys and values are read once for all rows of an item: the query heads that share a KV head, the tokens of a
+// prompt's chunk, and the requests whose block tables start with the same blocks (Hydragen: Juravsky et al. 2024).
 #pragma once
 #include "abi.h"
 #include "kv_cache.h"
@@ -31,9 +34,11 @@ HFP_API int hfp_attention(const HfpAttentionArgs* args);
 namespace hfp {
 
 constexpr int kChunkTokens = 256;
-constexpr int kSplitTokens = 2048;
+constexpr int kSplitTokens = 512;
 constexpr int kMaxItemRows = 48;
 constexpr int kMaxHeadDim = 512;
+// What an item with several KV heads reads in one chunk, at most. As much is fetched ahead; both fit into an L2 cache.
+constexpr int kChunkBytes = 192 << 10;
 
 // Splits of one item that are run as items of their own. The one that finishes last merges them all.
 struct SplitGroup {
@@ -43,25 +48,39 @@ struct SplitGroup {
   int32_t pending;  // splits not yet done; num_splits again after the merge, so that the plan can be run again
 };
 
-// A unit of work: some tokens of a request and some query heads that share a KV head, over a range of splits.
+// A unit of work: tokens of some requests and query heads of some KV heads, over a range of splits.
 struct AttentionItem {
-  int32_t request;
-  int32_t kv_head;
-  int32_t first_token;  // in the request's query
+  int32_t first_member;   // in PlannedItems.members
+  int32_t num_members;    // more than one: requests with one token each
+  int32_t shared_tokens;  // whole chunks at the start of all members that are in the same blocks; 0 for one member
+  int32_t first_token;    // in the query of each member
   int32_t num_tokens;
-  int32_t first_head;
+  int32_t kv_head;
+  int32_t num_kv_heads;
+  int32_t first_head;  // among the query heads of each KV head
   int32_t num_heads;
   int32_t first_split;
   int32_t num_splits;
   int32_t group;  // index of its SplitGroup, or -1 if the item covers all splits that its rows see
+
+  // Rows of each KV head.
+  HFP_ALWAYS_INLINE int rows() const { return num_members * num_tokens * num_heads; }
 };
 
-// The items of one attention call (attention_plan.h, which is for baseline sources only).
+// The items of one attention call as the kernels see them.
+struct PlannedItems {
+  const AttentionItem* items;
+  const int32_t* members;  // requests
+  SplitGroup* groups;
+  int32_t count;
+};
+
+// Decides on the items (attention_plan.h, which is for baseline sources only).
 class AttentionPlan;
 
-// Runs one item of `plan`: any order, any thread, each item once. No OpenMP inside. All items of a layer must be done
-// before the next layer's begin. The arguments must have passed check_attention().
-void run_attention_item(AttentionPlan& plan, const HfpAttentionArgs& args, int index);
+// Runs one item: any order, any thread, each item once. No OpenMP inside. All items of a layer must be done before the
+// next layer's begin. The arguments must have passed check_attention().
+void run_attention_item(const PlannedItems& plan, const HfpAttentionArgs& args, int index);
 
 // Length of the running result of `rows` rows: their maxima, their sums, their weighted values.
 static inline int64_t partial_floats(int rows, int value_dim) {

@@ -4,6 +4,7 @@
 //   Pairs        sixteen pairs of cache elements, one pair a lane
 //   Factor       the pair they are multiplied with, the same in all lanes
 //   load         Pairs from a tile; `stride` is the distance of the two numbers of a pair, which only fp32 tiles have
+//   keep_in_register   stops the compiler from loading pairs again for each row that uses them
 //   multiply_add sum + factor.first * pairs.first + factor.second * pairs.second, per lane
 //   factors      query elements, or sixteen probabilities, as Factors
 #pragma once
@@ -85,6 +86,7 @@ template <class T>
 struct FloatDot {
   using Pairs = FloatPairs;
   using Factor = FloatFactor;
+  static inline void keep_in_register(Pairs&) {}
   static inline Vec16 multiply_add(Vec16 sum, const Factor& factor, Pairs pairs) {
     sum = fma16(splat16(factor.first), pairs.first, sum);
     return fma16(splat16(factor.second), pairs.second, sum);
@@ -110,11 +112,9 @@ struct Dot<bf16> {
   using Pairs = __m512bh;
   using Factor = uint32_t;
   static inline Pairs load(const bf16* p, int) {
-    __m512i pairs = _mm512_loadu_si512(p);
-    // Without this, GCC loads the pairs again for each row that uses them.
-    asm("" : "+v"(pairs));
-    return (__m512bh)pairs;
+    return (__m512bh)_mm512_loadu_si512(p);
   }
+  static inline void keep_in_register(Pairs& pairs) { asm("" : "+v"(pairs)); }
   static inline Vec16 multiply_add(Vec16 sum, const Factor& factor, Pairs pairs) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_set1_epi32(int(factor)), pairs)};
   }

@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "attention_groups.h"
 
 namespace hfp {
 
@@ -16,22 +17,26 @@ class AttentionPlan {
   // Plans the call for at most `max_threads` threads, costly items first. Keeps its memory for the next call.
   void build(const HfpAttentionArgs& args, int max_threads);
 
-  int size() const { return int(items_.size()); }
+  // Valid until the next build.
+  PlannedItems items() { return {items_.data(), members_.data(), split_groups_.data(), int32_t(items_.size())}; }
 
   // How many threads the work is worth.
   int num_threads() const { return num_threads_; }
 
- private:
-  friend void run_attention_item(AttentionPlan& plan, const HfpAttentionArgs& args, int index);
+  // How many neighbouring items a thread should take at once: what it fetches ahead is then its own.
+  int items_at_once() const;
 
-  void add_request(const HfpAttentionArgs& args, int request, int item_rows);
+ private:
+  void add_items(const HfpAttentionArgs& args, const PrefixGroup& group, int item_rows, int kv_heads);
   void add_item(const HfpAttentionArgs& args, const AttentionItem& item);
   void split_long_items(const HfpAttentionArgs& args, int max_threads);
   void order_by_cost();
 
+  std::vector<int32_t> members_;
+  std::vector<PrefixGroup> prefix_groups_;
   std::vector<AttentionItem> items_, scratch_items_;
   std::vector<int64_t> costs_;
-  std::vector<SplitGroup> groups_;
+  std::vector<SplitGroup> split_groups_;
   std::vector<float> partials_;
   int num_threads_ = 1;
 };

@@ -26,11 +26,14 @@ constexpr int kRegisters = 4, kScoreRows = 2, kValueRows = 2;
 // The most vectors, a power of two, so that the sums of `rows` rows and one Pairs per vector stay in registers.
 constexpr int vectors_beside(int rows, int most) {
   int vectors = most;
-  while (vectors > 1 && (rows + 2) * vectors > kRegisters) vectors /= 2;
+  while (vectors > 1 && (rows + 1) * vectors > kRegisters) vectors /= 2;
   return vectors;
 }
 
-constexpr bool prefetches(int rows) { return rows <= 4; }  // wider blocks are bound by arithmetic
+constexpr bool prefetches(int rows) { return rows <= 8; }  // wider blocks are bound by arithmetic
+
+// Few rows wait for memory: operands read from the L1 cache again let the rows run ahead of a load that is late.
+constexpr bool reloads(int rows) { return rows <= 4; }
 
 template <class T>
 inline void prefetch(const T* p, int elements) {
@@ -59,6 +62,7 @@ inline void score_block(const typename Dot<T>::Factor* query, int pairs, const T
 #pragma GCC unroll 16
     for (int n = 0; n < N; n++) {
       tile[n] = Dot<T>::load(key[n] + d * kPairFloats, kTileTokens);
+      if constexpr (!reloads(R)) Dot<T>::keep_in_register(tile[n]);
       if constexpr (prefetches(R)) prefetch(next[n] + d * kPairFloats, kPairFloats);
     }
 #pragma GCC unroll 16
@@ -131,6 +135,7 @@ inline void value_block(const ValueTiles<T>& tiles, int column, float* out) {
 #pragma GCC unroll 16
       for (int n = 0; n < N; n++) {
         values[n] = Dot<T>::load(tiles.now[tile] + offset + n * kLanes * kPack, tiles.stride);
+        if constexpr (!reloads(R)) Dot<T>::keep_in_register(values[n]);
         if constexpr (prefetches(R)) prefetch(tiles.next[tile] + offset + n * kLanes * kPack, kLanes * kPack);
       }
 #pragma GCC unroll 16

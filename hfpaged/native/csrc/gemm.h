@@ -6,8 +6,7 @@
 #pragma once
 #include <cstdint>
 
-// Sources of several instruction sets include this: a function that is not inlined would exist once for all of them.
-#define HFP_ALWAYS_INLINE __attribute__((always_inline))
+#include "abi.h"
 
 namespace hfp {
 

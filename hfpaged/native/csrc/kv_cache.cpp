@@ -12,8 +12,8 @@ void write_token(const HfpWriteKvArgs& args, int64_t token) {
   int offset = int(slot % block_size);
   for (int head = 0; head < cache.num_kv_heads; head++) {
     int64_t tile = hfp::tile_index(cache, block_size, slot / block_size, head, offset / hfp::kTileTokens);
-    Bits* key = static_cast<Bits*>(cache.key) + tile * hfp::kTileTokens * cache.key_dim;
-    Bits* value = static_cast<Bits*>(cache.value) + tile * hfp::kTileTokens * cache.value_dim;
+    Bits* key = static_cast<Bits*>(cache.key) + tile * hfp::tile_stride(cache);
+    Bits* value = static_cast<Bits*>(cache.value) + tile * hfp::tile_stride(cache);
     int row = offset % hfp::kTileTokens;
     const Bits* new_key =
         static_cast<const Bits*>(args.key) + token * args.key_token_stride + head * args.key_head_stride;

@@ -1,9 +1,10 @@
 // Paged keys and values: the structs that describe them and their layout.
 //
-// Tokens are stored in tiles of 16, block_size / 16 tiles a block. Two numbers that a dot product consumes together are
+// Tokens are stored in tiles of 16, block_size / 16 tiles a block: [block][kv_head][tile], each tile its keys and then
+// its values, which are read together and often fill a page. Two numbers that a dot product consumes together are
 // neighbours, as AVX-512 BF16 wants them; the layout is the same for every instruction set:
-//   fp32         key [block][kv_head][tile][key_dim][16]         value [block][kv_head][tile][16][value_dim]
-//   bf16, fp16   key [block][kv_head][tile][key_dim/2][16][2]    value [block][kv_head][tile][8][value_dim][2]
+//   fp32         keys [key_dim][16]         values [16][value_dim]
+//   bf16, fp16   keys [key_dim/2][16][2]    values [8][value_dim][2]
 #pragma once
 #include <string.h>
 
@@ -25,8 +26,8 @@ struct HfpBatch {
 
 // Keys and values of one layer.
 struct HfpCache {
-  void* key;
-  void* value;
+  void* key;    // keys of the first tile
+  void* value;  // values of the first tile, right behind its keys
   int32_t dtype;  // HfpDtype
   int32_t num_blocks;
   int32_t num_kv_heads;
@@ -61,6 +62,11 @@ int check_cache(const HfpCache* cache, int block_size);
 // Index of the tile with tokens [16 * tile, 16 * tile + 16) of a block, among all tiles of the layer.
 static inline int64_t tile_index(const HfpCache& cache, int block_size, int64_t block, int kv_head, int tile) {
   return (block * cache.num_kv_heads + kv_head) * (block_size / kTileTokens) + tile;
+}
+
+// Elements between a tile's keys and the next one's; the same between values.
+static inline int64_t tile_stride(const HfpCache& cache) {
+  return int64_t(kTileTokens) * (cache.key_dim + cache.value_dim);
 }
 
 // Writes one token's row into a tile. Bits is float or uint16_t, `token` is 0..15.

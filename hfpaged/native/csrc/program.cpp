@@ -168,13 +168,14 @@ int Program::plan_attention(const Step& step) {
     work.args.cache = &work.cache;
     size_t index = 0;
     while (!plans[index].serves(op)) index++;
-    work.plan = plans[index].plan.get();
+    AttentionPlan& plan = *plans[index].plan;
     if (!built[index]) {
       if (int status = check_attention(&work.args)) return status;
-      work.plan->build(work.args, step.threads);
+      plan.build(work.args, step.threads);
       built[index] = true;
     }
-    work.items = work.plan->size();
+    work.plan = plan.items();
+    work.at_once = plan.items_at_once();
     work.next = 0;
   }
   return HFP_OK;

@@ -224,9 +224,9 @@ struct Barrier {
 struct AttentionWork {
   HfpCache cache;
   HfpAttentionArgs args;
-  AttentionPlan* plan;
-  int32_t items;
-  int32_t next;  // the first item that no thread took yet
+  PlannedItems plan;
+  int32_t at_once;  // items that a thread takes
+  int32_t next;     // the first item that no thread took yet
 };
 
 // Which experts the tokens of the current layer go to. A pair is one token and one of its experts.

@@ -117,12 +117,14 @@ void store_key_and_value(const Step& step, const AttentionShape& shape, int64_t 
   int64_t slot = step.batch.slots[token];
   HfpCache cache = {};
   cache.num_kv_heads = shape.kv_heads;
+  cache.key_dim = shape.key_dim;
+  cache.value_dim = shape.value_dim;
   int within = static_cast<int>(slot % block_size), place = within % kTileTokens;
-  int64_t tile = tile_index(cache, block_size, slot / block_size, kv_head, within / kTileTokens) * kTileTokens;
-  write_key(static_cast<Bits*>(step.key_cache[shape.layer]) + tile * shape.key_dim, place,
-            reinterpret_cast<const Bits*>(key), shape.key_dim);
-  write_value(static_cast<Bits*>(step.value_cache[shape.layer]) + tile * shape.value_dim, place,
-              reinterpret_cast<const Bits*>(value), shape.value_dim);
+  int64_t tile = tile_index(cache, block_size, slot / block_size, kv_head, within / kTileTokens) * tile_stride(cache);
+  write_key(static_cast<Bits*>(step.key_cache[shape.layer]) + tile, place, reinterpret_cast<const Bits*>(key),
+            shape.key_dim);
+  write_value(static_cast<Bits*>(step.value_cache[shape.layer]) + tile, place, reinterpret_cast<const Bits*>(value),
+              shape.value_dim);
 }
 
 template <class T>
@@ -146,9 +148,10 @@ void rotate_and_store(const Run& run, const RotateAndStoreOp& op, Share share) {
 
 void attend(AttentionWork& work) {
   for (;;) {
-    int32_t item = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
-    if (item >= work.items) return;
-    run_attention_item(*work.plan, work.args, item);
+    int32_t first = __atomic_fetch_add(&work.next, work.at_once, __ATOMIC_RELAXED);
+    if (first >= work.plan.count) return;
+    for (int32_t item = first; item < first + work.at_once && item < work.plan.count; item++)
+      run_attention_item(work.plan, work.args, item);
   }
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -133,6 +134,9 @@ class AheadBackend(AttentionBackend):
         """Whether a step with this batch could be captured or replayed: it knows all layers, and the batch fits."""
 
 
+HUGE_PAGE_BYTES = 2 << 20
+
+
 def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros outside inference mode. On the CPU the operating system commits a page when it is first written."""
     with torch.inference_mode(False):
@@ -140,5 +144,9 @@ def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
             return torch.zeros(shape, dtype=dtype, device=device)
         import numpy as np
 
-        # torch.zeros writes every page; numpy's zeros come from calloc.
-        return torch.from_numpy(np.zeros(shape, dtype=f"u{dtype.itemsize}")).view(dtype)
+        # torch.zeros writes every page; numpy's zeros come from calloc, on huge pages where there are any. Those and
+        # tiles that fill a page want aligned memory.
+        num_bytes = math.prod(shape) * dtype.itemsize
+        memory = np.zeros(num_bytes + HUGE_PAGE_BYTES, dtype=np.uint8)
+        first = -memory.__array_interface__["data"][0] % HUGE_PAGE_BYTES
+        return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(shape)

@@ -11,6 +11,7 @@ import torch
 
 from hfpaged.errors import ConfigError
 from hfpaged.native import library
+from hfpaged.native.kv_layout import TILE_TOKENS, KVLayout
 from hfpaged.runtime.attention.interface import (
     AttentionBackend,
     AttentionParams,
@@ -22,7 +23,6 @@ from hfpaged.runtime.attention.interface import (
 if TYPE_CHECKING:
     from hfpaged.runtime.batch import StepBatch
 
-TILE_TOKENS = 16
 MAX_HEAD_DIM = 512
 DTYPE_CODES = {getattr(torch, name): code for name, code in library.DTYPE_CODES.items()}
 
@@ -32,9 +32,7 @@ class NativeBackend(AttentionBackend):
 
     Outputs are bit-identical alone, batched, chunked and for any number of threads, on one instruction set.
 
-    Keys and values are in the tiled layout of csrc/kv_cache.h:
-        fp32: key [num_blocks, Hkv, tiles, Dk, 16], value [num_blocks, Hkv, tiles, 16, Dv]
-        16-bit: key [num_blocks, Hkv, tiles, Dk / 2, 16, 2], value [num_blocks, Hkv, tiles, 8, Dv, 2]
+    Keys and values are views of one tensor, in the layout of `KVLayout`.
     """
 
     name = "native"
@@ -66,14 +64,10 @@ class NativeBackend(AttentionBackend):
 
     def allocate(self, shape: LayerShape, num_blocks: int) -> KVTensors:
         """See `AttentionBackend.allocate`."""
-        tiles = (num_blocks, shape.num_kv_heads, self.block_size // TILE_TOKENS)
-        if self.dtype is torch.float32:
-            key, value = (shape.key_dim, TILE_TOKENS), (TILE_TOKENS, shape.value_dim)
-        else:
-            key, value = (shape.key_dim // 2, TILE_TOKENS, 2), (TILE_TOKENS // 2, shape.value_dim, 2)
+        layout = KVLayout(num_blocks, self.block_size, *shape)
         # The memory of a cache that was freed may come back with another shape.
         self._calls.clear()
-        return tuple(lazily_zeroed(tiles + tile, self.dtype, self.device) for tile in (key, value))
+        return layout.views(lazily_zeroed(layout.memory_shape, self.dtype, self.device))
 
     def begin(self, batch: StepBatch) -> None:
         """See `AttentionBackend.begin`."""
