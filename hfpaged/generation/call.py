@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,7 +16,11 @@ from hfpaged.compat import pop_cache
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.runtime.handle import GenerationHandle
 
-REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache", "scope", "logprobs", "prompt_logprobs", "adapter")
+# Those that act on the tokens of a handle, one by one, and that generate() has no place for.
+SUBMIT_OPTIONS = ("logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "logit_bias")
+REQUEST_OPTIONS = ("seed", "cache_salt", "priority", "prefix_cache", "scope", "adapter", *SUBMIT_OPTIONS)
+LARGEST_PENALTY = 100.0
+MOST_BIASES = 4096
 MOST_SALT_CHARACTERS = 256
 MOST_LOGPROBS = 100
 # Arguments of the decoding loops themselves; all others go to the model's forward.
@@ -96,6 +101,9 @@ class RequestOptions:
             on the handle, with so many of the likeliest alternatives. None: do not.
         adapter: name of the LoRA adapter to go through, or "__base__" for none; one for the call, or a list with one
             for each prompt. None: those that are active.
+        presence_penalty, frequency_penalty: of `engine.submit`: subtracted from the logits of tokens that the answer
+            has, once, and for each time.
+        logit_bias: of `engine.submit`: token id -> number added to its logit.
     """
 
     seed: int | list[int] | None = None
@@ -106,6 +114,14 @@ class RequestOptions:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     adapter: str | list[str] | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+
+    @property
+    def for_submit(self) -> list[str]:
+        """Names of the options set that only `engine.submit` takes."""
+        return [name for name in SUBMIT_OPTIONS if getattr(self, name) != getattr(type(self), name)]
 
     @classmethod
     def from_keyword(cls, options: Any) -> RequestOptions:
@@ -142,6 +158,19 @@ class RequestOptions:
             count = getattr(self, name)
             if count is not None and not (_is_int(count) and 0 <= count <= MOST_LOGPROBS):
                 raise UnsupportedOptionError(f"{name} must be an integer from 0 to {MOST_LOGPROBS}, got {count!r}")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not _is_within(getattr(self, name), LARGEST_PENALTY):
+                raise UnsupportedOptionError(f"{name} must be a number, not further from 0 than {LARGEST_PENALTY:g}")
+        self._validate_bias()
+
+    def _validate_bias(self) -> None:
+        if self.logit_bias is None:
+            return
+        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MOST_BIASES:
+            raise UnsupportedOptionError(f"logit_bias must be a dict of at most {MOST_BIASES} token ids")
+        for token, bias in self.logit_bias.items():
+            if not (_is_int(token) and token >= 0) or not _is_within(bias, float("inf")):
+                raise UnsupportedOptionError(f"logit_bias has {token!r}: {bias!r}; it takes token ids and numbers")
 
 
 @dataclass(frozen=True)
@@ -215,6 +244,12 @@ class GenerateCall:
     def keeps_logits(self) -> bool:
         """Whether raw logits are part of the output."""
         return bool(self.config.return_dict_in_generate and self.config.output_logits)
+
+
+def _is_within(value: Any, largest: float) -> bool:
+    """Whether it is a finite number no further from zero than `largest`."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and abs(value) <= largest
 
 
 def _is_int(value: Any) -> bool:

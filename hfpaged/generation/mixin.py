@@ -99,9 +99,10 @@ class PagedGenerationMixin:
     def _routed(self, input_ids: Any, arguments: dict[str, Any]) -> tuple[GenerateCall, str | None]:
         """The call in one object, and why stock must take it if it must. Takes `hfpaged` out of the arguments."""
         options = RequestOptions.from_keyword(arguments.pop("hfpaged", None))
-        if options.logprobs is not None or options.prompt_logprobs is not None:
+        if options.for_submit:
             raise UnsupportedOptionError(
-                "log-probabilities are on the handles of engine.submit; generate has output_scores and output_logits"
+                f"{', '.join(options.for_submit)}: for engine.submit; generate has output_scores and output_logits for "
+                "log-probabilities, and sequence_bias and logits_processor"
             )
         call, cache = GenerateCall.of_arguments(input_ids, arguments, options)
         return call, stock_reason(self, call, cache)

@@ -12,10 +12,12 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from hfpaged.errors import InputError, UnsupportedOptionError
 from hfpaged.generation.adapters import row_adapters
-from hfpaged.generation.call import GenerateCall
+from hfpaged.generation.call import GenerateCall, RequestOptions
 from hfpaged.runtime.request_spec import DraftOptions, LookupOptions, RequestSpec
 from hfpaged.runtime.thread_state import ThreadState
+from hfpaged.sampling.additive import AdditivePenalty, LogitBias
 from hfpaged.sampling.processors import CompiledProcessors
+from hfpaged.sampling.stages import RowStage
 from hfpaged.sampling.stop import StopRule
 
 MakeProcessors = Callable[..., LogitsProcessorList]
@@ -164,7 +166,20 @@ def _given_prompt(call: GenerateCall, row: int, length: int) -> torch.LongTensor
 def _compiled(
     call: GenerateCall, row: int, prompt: list[int], make_processors: MakeProcessors
 ) -> CompiledProcessors | None:
-    return CompiledProcessors(row_processors(call, row, prompt, make_processors)) if call.processors else None
+    first = additive_stages(call.options, len(prompt))
+    if not call.processors and not first:
+        return None
+    return CompiledProcessors(row_processors(call, row, prompt, make_processors), first)
+
+
+def additive_stages(options: RequestOptions, prompt_len: int) -> list[RowStage]:
+    """What the options add to the logits, before anything of Transformers' own."""
+    stages: list[RowStage] = []
+    if options.logit_bias:
+        stages.append(LogitBias(tuple(options.logit_bias), tuple(options.logit_bias.values())))
+    if options.presence_penalty or options.frequency_penalty:
+        stages.append(AdditivePenalty(options.presence_penalty, options.frequency_penalty, prompt_len))
+    return stages
 
 
 def _random_keys(call: GenerateCall, repeats: int) -> list[tuple[int, int]]:

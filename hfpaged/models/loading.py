@@ -24,13 +24,17 @@ def load(name: str | None, dtype: str) -> tuple[PreTrainedModel, PreTrainedToken
         InputError: nothing that loads as a causal language model with a tokenizer goes by that name.
         ModelDownloadError: the default model is wanted and cannot be had.
     """
-    source, label = resolve(name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise _cannot_load(source, error) from error
+    tokenizer = load_tokenizer(resolve(name)[0])
     model, label = load_model(name, dtype)
     return model, tokenizer, label
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory or hub id; raises InputError if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(source, error) from error
 
 
 def load_model(name: str | None, dtype: str) -> tuple[PreTrainedModel, str]:

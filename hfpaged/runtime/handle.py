@@ -155,9 +155,10 @@ class GenerationHandle:
             self.tokens.append(token)
             self._notify()
 
-    def push_all(self, tokens: Sequence[int]) -> None:
+    def push_all(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Several tokens were drawn."""
         with self._changed:
+            self.logprobs.extend(logprobs)
             self.tokens.extend(tokens)
             self._notify()
 

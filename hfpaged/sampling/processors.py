@@ -47,6 +47,7 @@ class CompiledProcessors:
 
     Args:
         processors: a list that Transformers built from a generation config for this one row.
+        first: stages that come before.
 
     Attributes:
         stages: every stage.
@@ -58,8 +59,10 @@ class CompiledProcessors:
 
     __slots__ = ("_history", "head", "looks_back", "stages", "truncation")
 
-    def __init__(self, processors: Iterable[Callable[[Tensor, Tensor], Tensor]] = ()) -> None:
-        self.stages = tuple(_compile(processor) for processor in processors)
+    def __init__(
+        self, processors: Iterable[Callable[[Tensor, Tensor], Tensor]] = (), first: Iterable[RowStage] = ()
+    ) -> None:
+        self.stages = (*first, *(_compile(processor) for processor in processors))
         start = _truncation_start(self.stages)
         self.truncation = Truncation.from_stages(self.stages[start:])
         self.head = self.stages if self.truncation is None else self.stages[:start]

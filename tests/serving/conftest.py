@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tiny_directory import character_tokenizer, save_tiny
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 pytest.importorskip("zmq", reason="needs pip install 'hfpaged[serve]'")
 pytest.importorskip("msgspec", reason="needs pip install 'hfpaged[serve]'")
@@ -18,7 +19,7 @@ from hfpaged.serving.process.client import EngineClient
 CHAT_TEMPLATE = (
     "{%- if tools %}{{ tools | tojson }}\n{% endif -%}"
     "{%- for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor -%}"
-    "{%- if add_generation_prompt %}assistant: <tool_call>{% endif -%}"
+    "{#- <tool_call> -#}{%- if add_generation_prompt %}assistant: {% endif -%}"
 )
 
 
@@ -66,3 +67,26 @@ def socket_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     with tempfile.TemporaryDirectory(prefix="s") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield lambda: list(Path(folder).iterdir())
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_directory: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(model_directory)
+
+
+@pytest.fixture(scope="session")
+def shared_server(shared_client: EngineClient, tokenizer: PreTrainedTokenizerBase) -> Iterator:
+    """An HTTP server over the shared engine process."""
+    for package in ("fastapi", "uvicorn", "httpx", "openai"):
+        pytest.importorskip(package, reason="needs pip install 'hfpaged[serve]' openai")
+    from serving.running_server import running_server
+
+    with running_server(shared_client, tokenizer) as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server, client: EngineClient) -> Iterator:
+    """The shared server; afterwards no text is open and no block is held."""
+    yield shared_server
+    assert eventually(lambda: shared_server.state.num_open == 0)

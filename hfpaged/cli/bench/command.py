@@ -11,12 +11,15 @@ kinds of workload:
   single  one request of 64 prompt tokens and 128 new ones
   long    prompts of 2,000 to 6,000 words, 64 new tokens
 
+With --url the workload goes to a running server instead, and the table has latencies as its clients see them.
+
 A workload file is a JSON list of {"prompt_token_ids": [...], "max_new_tokens": n}.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,8 +32,9 @@ from hfpaged.cli.bench.cpu_meter import DISTURBED_CORES
 from hfpaged.cli.bench.engines import ENGINES
 from hfpaged.cli.bench.measure import Measurement, measure
 from hfpaged.cli.bench.report import Setting, json_lines, table, write_json
+from hfpaged.cli.bench.server import run_server
 from hfpaged.cli.bench.workload import KINDS, BenchRequest, make_workload, read_workload
-from hfpaged.models.loading import load, set_threads
+from hfpaged.models.loading import load, load_tokenizer, resolve, set_threads
 
 NAME = "bench"
 SUMMARY = "time the engine beside Transformers' own ways to generate"
@@ -52,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"in their order (default: {','.join(ENGINES)})",
     )
+    parser.add_argument("--url", metavar="URL", help="time this OpenAI-compatible server instead; --model tokenizes")
+    parser.add_argument(
+        "--concurrency", type=positive_int, default=64, metavar="N", help="with --url: requests at a time (%(default)s)"
+    )
     parser.add_argument("--repeat", type=positive_int, default=3, metavar="N", help="turns (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write one JSON line for each engine here")
 
@@ -60,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0; an engine that fails raises."""
     # Transformers warns at every request about the end-of-sequence id that never comes, which is meant here.
     transformers.logging.set_verbosity_error()
+    if args.url is not None:
+        return run_against_server(args)
     threads = set_threads(args.threads)
     model, tokenizer, label = load(args.model, args.dtype)
     work = requests(args, tokenizer)
@@ -70,6 +80,14 @@ def run(args: argparse.Namespace) -> int:
         write_json(args.json, json_lines(setting, measurements))
     print(table(setting, measurements))
     warn_if_disturbed(measurements)
+    return 0
+
+
+def run_against_server(args: argparse.Namespace) -> int:
+    """Time the server at --url; its API key is in OPENAI_API_KEY. Returns 0."""
+    tokenizer = load_tokenizer(resolve(args.model)[0])
+    work = requests(args, tokenizer)
+    print(run_server(args.url, work, args.concurrency, os.environ.get("OPENAI_API_KEY")).table())
     return 0
 
 

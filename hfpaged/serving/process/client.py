@@ -96,6 +96,18 @@ class EngineClient:
         return connection.info is not None and connection.error is None
 
     @property
+    def is_loading(self) -> bool:
+        """Whether the process lives and is not ready yet."""
+        connection = self._connection
+        return connection.info is None and connection.error is None
+
+    @property
+    def load_error(self) -> EngineDeadError | None:
+        """Why the model could not be loaded, if so."""
+        connection = self._connection
+        return connection.error if connection.info is None else None
+
+    @property
     def num_restarts(self) -> int:
         """How often the process has been replaced."""
         return self._num_restarts
@@ -236,7 +248,8 @@ class EngineClient:
         if self._closed.is_set():
             return
         logger.error("hfpaged: %s", error)
-        if self._restarts_left <= 0:
+        # What could not be loaded will not be loadable a second later.
+        if self._restarts_left <= 0 or self._connection.info is None:
             return
         pause = min(LONGEST_RESTART_SECONDS, FIRST_RESTART_SECONDS * 2**self._num_restarts)
         if self._closed.wait(pause):

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.msgpack import Decoder, Encoder
 
+from hfpaged.sampling.logprobs import TokenLogprob
+
 MOST_PROMPT_TOKENS = 1 << 22
 LARGEST_MESSAGE = 64 << 20
 
@@ -24,10 +26,18 @@ class RequestExtras(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     cache_salt: Annotated[str, Meta(max_length=256)] | UnsetType = UNSET
     priority: Annotated[int, Meta(ge=-(1 << 30), le=1 << 30)] | UnsetType = UNSET
     prefix_cache: bool | UnsetType = UNSET
+    logprobs: Annotated[int, Meta(ge=0, le=100)] | UnsetType = UNSET
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=100)] | UnsetType = UNSET
+    presence_penalty: Annotated[float, Meta(ge=-100, le=100)] | UnsetType = UNSET
+    frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] | UnsetType = UNSET
+    logit_bias: Annotated[dict[Annotated[int, Meta(ge=0)], float], Meta(max_length=4096)] | UnsetType = UNSET
 
     def __post_init__(self) -> None:
         if self.seed is not UNSET and not 0 <= self.seed < 1 << 64:
             raise ValueError(f"seed must be from 0 to 2**64 - 1, got {self.seed}")
+        _require_finite(self)
+        if self.logit_bias is not UNSET and not all(math.isfinite(bias) for bias in self.logit_bias.values()):
+            raise ValueError("logit_bias must have finite numbers")
 
 
 class SubmitOptions(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -50,11 +60,15 @@ class SubmitOptions(Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     hfpaged: RequestExtras | UnsetType = UNSET
 
     def __post_init__(self) -> None:
-        # Comparisons with NaN are false, so the bounds above let it through.
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise ValueError(f"{name} must be a finite number, got {value}")
+        _require_finite(self)
+
+
+def _require_finite(options: Struct) -> None:
+    # Comparisons with NaN are false, so bounds let it through.
+    for name in options.__struct_fields__:
+        value = getattr(options, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value}")
 
 
 class Fault(Struct, frozen=True, array_like=True):
@@ -96,6 +110,8 @@ class Output(Struct, frozen=True, array_like=True):
 
     Attributes:
         queue_seconds: how long it waited for its first step; sent once, with the first news after it.
+        logprobs: of the tokens, if asked for.
+        prompt_logprobs: of the prompt's, if asked for, with the first news.
     """
 
     id: RequestId
@@ -103,6 +119,8 @@ class Output(Struct, frozen=True, array_like=True):
     finish_reason: str | None = None
     fault: Fault | None = None
     queue_seconds: float | None = None
+    logprobs: list[TokenLogprob] = []
+    prompt_logprobs: list[TokenLogprob | None] = []
 
 
 # ---- from the client ----

@@ -56,9 +56,18 @@ def _news(request_id: int, running: _Running) -> Output | None:
         return None
     tokens = handle.tokens[running.sent :]
     running.sent += len(tokens)
+    first = running.sent == len(tokens)
     queue_seconds = None
     if not running.queue_time_is_known and handle.started_at is not None:
         running.queue_time_is_known = True
         queue_seconds = handle.started_at - handle.submitted_at
     fault = fault_of(handle.error) if handle.error is not None else None
-    return Output(request_id, tokens, reason, fault, queue_seconds)
+    return Output(
+        request_id,
+        tokens,
+        reason,
+        fault,
+        queue_seconds,
+        logprobs=handle.logprobs[running.sent - len(tokens) : running.sent],
+        prompt_logprobs=list(handle.prompt_logprobs) if first else [],
+    )

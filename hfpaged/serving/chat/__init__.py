@@ -1,0 +1,1 @@
+"""Chat messages to prompt text, and generated text to tool calls."""
