@@ -20,10 +20,12 @@ def build_page(host: Host) -> gr.Blocks:
         gr.HTML(_header(host))
         with gr.Row(elem_id="hp-main"):
             with gr.Column(scale=3, min_width=340):
-                with gr.Tab("Chat"):
-                    build_chat(host)
-                with gr.Tab("Compare"):
-                    build_compare(host)
+                # Named, so that a hot reload finds the selected one again.
+                with gr.Tabs(selected="chat"):
+                    with gr.Tab("Chat", id="chat"):
+                        build_chat(host)
+                    with gr.Tab("Compare", id="compare"):
+                        build_compare(host)
             with gr.Column(scale=2, min_width=340, elem_id="hp-engine"):
                 _build_engine(host)
 

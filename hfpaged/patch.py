@@ -36,6 +36,10 @@ def patch(model: Any, **options: Any) -> Any:
     """
     config = EngineConfig.from_options(options)
     existing = _engine_of(model)
+    if existing is not None and not isinstance(existing, Engine):
+        # A hot reloader has imported this package anew, and the model is patched by what it was before.
+        unpatch(model)
+        existing = None
     if existing is None:
         _put_engine_under(unwrap(model), config)
     elif existing.config != config:
