@@ -12,7 +12,7 @@ import hfpaged
 from hfpaged.demo import calculator
 from hfpaged.demo.host import ChatPrompt, Host, Message
 from hfpaged.demo.transcript import TOOL_CALL, TOOL_RESULT, Step, parse
-from hfpaged.errors import RequestCancelled
+from hfpaged.errors import InputError, RequestCancelled
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.text.detokenizer import Detokenizer
 
@@ -105,12 +105,29 @@ class Answer:
                 return
             self._past += steps
             for call in calls:
-                result = calculator.run_call(call.text)
-                self._past.append(Step(TOOL_RESULT, result, done=True))
-                self._write({"role": "tool", "name": calculator.NAME, "content": result})
+                self._run(call)
+            if not await asyncio.to_thread(self._can_go_on):
+                yield self._progress([], "length")
+                return
+
+    def _run(self, call: Step) -> None:
+        result = calculator.run_call(call.text)
+        self._past.append(Step(TOOL_RESULT, result, done=True))
+        self._write({"role": "tool", "name": calculator.NAME, "content": result})
+
+    def _can_go_on(self) -> bool:
+        """Whether there is room for another round."""
+        try:
+            self._make_prompt()
+        except InputError:
+            return False
+        return True
+
+    def _make_prompt(self) -> ChatPrompt:
+        return self._host.chat_prompt(self._messages, int(self._sampling.max_new_tokens), self._tools)
 
     def _submit(self, scope: hfpaged.CancelScope) -> GenerationHandle:
-        self._prompt = self._host.chat_prompt(self._messages, int(self._sampling.max_new_tokens), self._tools)
+        self._prompt = self._make_prompt()
         request: dict[str, Any] = {"scope": scope}
         if self._sampling.seed >= 0:
             request["seed"] = int(self._sampling.seed)

@@ -108,16 +108,12 @@ def _build_settings(host: Host) -> tuple[gr.Textbox, gr.Checkbox, list[gr.Compon
     with gr.Accordion("Sampling and instructions", open=False):
         with gr.Row():
             sliders = [
-                gr.Slider(
-                    8, most, min(most, defaults.max_new_tokens), step=8, label="New tokens", info="at most, an answer"
-                ),
-                gr.Slider(0, 2, 0.3, step=0.05, label="Temperature", info="0 always takes the likeliest token"),
-                gr.Slider(0.05, 1, 0.95, step=0.05, label="Top p", info="only the likeliest tokens of this share"),
-                gr.Slider(0, 200, 50, step=1, label="Top k", info="only this many tokens; 0 is all"),
-                gr.Slider(
-                    1, 2, 1.1, step=0.05, label="Repetition penalty", info="above 1, words are not said again so soon"
-                ),
-                gr.Number(-1, precision=0, label="Seed", info="-1 is another one each time"),
+                _slider(8, most, min(most, defaults.max_new_tokens), 8, "New tokens", "at most, an answer"),
+                _slider(0, 2, 0.3, 0.05, "Temperature", "0 always takes the likeliest token"),
+                _slider(0.05, 1, 0.95, 0.05, "Top p", "only the likeliest tokens of this share"),
+                _slider(0, 200, 50, 1, "Top k", "only this many tokens; 0 is all"),
+                _slider(1, 2, 1.1, 0.05, "Repetition penalty", "above 1, fewer words come again"),
+                gr.Number(-1, precision=0, label="Seed", info="-1 is another one each time", min_width=230),
             ]
         system = gr.Textbox(
             label="System message", info="what the model is told first", lines=2, max_length=LONGEST_MESSAGE
@@ -128,6 +124,10 @@ def _build_settings(host: Host) -> tuple[gr.Textbox, gr.Checkbox, list[gr.Compon
             interactive=host.takes_tools,
         )
     return system, use_tools, sliders, clear
+
+
+def _slider(least: float, most: float, value: float, step: float, label: str, info: str) -> gr.Slider:
+    return gr.Slider(least, most, value, step=step, label=label, info=info, min_width=230)
 
 
 def _as_messages(progress: Progress) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ class Host:
             tools: JSON schemas for the chat template.
 
         Raises:
-            InputError: the last message alone is too long.
+            InputError: the last question alone, with what came after it, is too long.
         """
         system = [message for message in messages[:1] if message["role"] == "system"]
         turns = list(messages[len(system) :])
@@ -86,13 +86,13 @@ class Host:
             ids = self.tokenizer(text, add_special_tokens=not self.tokenizer.chat_template)["input_ids"]
             if len(ids) + new_tokens <= self.max_tokens:
                 return ChatPrompt(ids, left_out, in_thought=text.rstrip().endswith("<think>"))
-            if len(turns) <= 1:
+            # Templates insist that a conversation begins with a user's message.
+            keep = next((at for at in range(1, len(turns)) if turns[at]["role"] == "user"), None)
+            if keep is None:
                 raise InputError(
                     f"the message is {len(ids):,} tokens long and its answer up to {new_tokens:,}; "
                     f"together they may be {self.max_tokens:,} at most"
                 )
-            # Templates insist that a conversation begins with a user's message.
-            keep = next((at for at in range(1, len(turns)) if turns[at]["role"] == "user"), len(turns) - 1)
             left_out += keep
             turns = turns[keep:]
 

@@ -186,3 +186,11 @@ def test_without_tools_a_call_is_shown_and_not_run(shared_host, monkeypatch):
     last = collect(shared_host, Answer(shared_host, ask("?"), GREEDY))[-1]
     assert [step.kind for step in last.steps] == [TOOL_CALL]
     assert len(engine.prompts) == 1 and not engine.prompts[0].startswith("tools")
+
+
+def test_a_tool_round_without_room_for_another_ends_with_what_there_is(shared_host, monkeypatch):
+    scripted(shared_host, monkeypatch, [f"Let me see. {CALL}"])
+    sampling = GREEDY._replace(max_new_tokens=shared_host.max_tokens - 40)
+    last = collect(shared_host, Answer(shared_host, ask("6*7?"), sampling, use_tools=True))[-1]
+    assert [step.kind for step in last.steps] == [ANSWER, TOOL_CALL, TOOL_RESULT]
+    assert last.finish_reason == "length" and last.left_out == 0
