@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 
 import pytest
@@ -20,10 +19,16 @@ def ask(question):
     return [{"role": "user", "content": question}]
 
 
-def collect(host, answer, session="a"):
+def collect(host, answer, session="a", look=lambda progress: None):
+    """All that the answer yields; `look` is called with each."""
+
     async def run():
+        seen = []
         with host.visitors.serving(session) as scope:
-            return [progress async for progress in answer.stream(scope)]
+            async for progress in answer.stream(scope):
+                seen.append(progress)
+                look(progress)
+        return seen
 
     return asyncio.run(run())
 
@@ -74,9 +79,8 @@ def test_updates_are_coalesced(host):
 
 def test_a_stopped_answer_keeps_its_text_and_frees_its_blocks(host):
     answer = Answer(host, ask("Go on"), Sampling(max_new_tokens=400))
-    threading.Timer(0.3, lambda: host.visitors.stop("me")).start()
     with runs(host.engine, slow):
-        last = collect(host, answer, session="me")[-1]
+        last = collect(host, answer, "me", lambda progress: progress.new_tokens > 3 and host.visitors.stop("me"))[-1]
         assert last.finish_reason == "cancelled"
         assert 1 < last.new_tokens < 400
         assert at_rest(host.engine)
@@ -84,9 +88,8 @@ def test_a_stopped_answer_keeps_its_text_and_frees_its_blocks(host):
 
 
 def test_stopping_one_visitor_leaves_the_others_alone(host):
-    threading.Timer(0.1, lambda: host.visitors.stop("somebody else")).start()
-    with runs(host.engine, slow):
-        assert collect(host, Answer(host, ask("Go on"), GREEDY), session="me")[-1].finish_reason != "cancelled"
+    seen = collect(host, Answer(host, ask("Go on"), GREEDY), "me", lambda progress: host.visitors.stop("somebody else"))
+    assert seen[-1].finish_reason != "cancelled"
 
 
 def test_a_closed_generator_frees_its_blocks(host):

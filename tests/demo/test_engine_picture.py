@@ -79,7 +79,7 @@ def test_the_panel_shows_what_runs(host):
     for handle in handles:
         assert f"#{handle.request_id}<" in seen
         handle.cancel()
-    assert held > 4 and re.search(r"96 blocks of 16 tokens, \d+ held", seen)
+    assert held >= 4 and re.search(r"96 blocks of 16 tokens, \d+ held", seen)
     assert '<path class="shared"' in seen
 
 
