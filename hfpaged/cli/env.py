@@ -12,6 +12,7 @@ import torch
 
 import hfpaged
 from hfpaged.native import library
+from hfpaged.runtime.attention import flashinfer_probe
 
 NAME = "env"
 SUMMARY = "print versions, CPU kernels, threads, memory and GPU"
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [("hfpaged", hfpaged.__version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
     rows += [(name, package_version(name) or "not installed") for name in PACKAGES]
     rows += [("cpu", cpu_name()), ("kernels", kernels()), ("threads", threads()), ("memory", memory()), ("gpu", gpu())]
-    rows += [("flashinfer", package_version("flashinfer-python") or "not installed: pip install 'hfpaged[cuda]'")]
+    rows += [("flashinfer", flashinfer())]
     for name, value in rows:
         print(f"{name:<14}{value}")
     return 0
@@ -46,6 +47,12 @@ def kernels() -> str:
     """Whether the compiled CPU kernels run here, for which instruction set, and what to do if not."""
     problem = library.unavailable()
     return f"on, {library.isa()}" if problem is None else f"off: {problem}"
+
+
+def flashinfer() -> str:
+    """Whether FlashInfer can be used on the first CUDA device, and what to do if not."""
+    problem = flashinfer_probe.machine_problem(torch.device("cuda"))
+    return f"on, {package_version('flashinfer-python')}" if problem is None else f"off: {problem}"
 
 
 def threads() -> str:

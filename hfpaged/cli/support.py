@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         return 1
     print(f"{label} ({type(model).__name__}) can be patched")
     print(f"tier {stats['tier']}, attention {stats['backend']}")
+    for backend, reason in stats["backend_reasons"].items():
+        print(f"not {backend}: {reason}")
     if stats["tier_reason"]:
         print(f"no faster tier: {stats['tier_reason']}")
     for reason, count in stats["tier_refusals"].items():

@@ -57,6 +57,15 @@ def plain_on(device: str) -> Guard:
     return guard
 
 
+def plain_together(reference: str) -> Guard:
+    """Every operand is an ordinary dense tensor on the device of `reference`."""
+
+    def guard(values: FusionValues) -> str | None:
+        return plain_on(values.operands[reference].device)(values)
+
+    return guard
+
+
 def dtype_among(role: str, *dtypes: torch.dtype) -> Guard:
     """The role, where present, has one of the dtypes that a kernel was compiled for."""
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from hfpaged.core.plan import Plan
+from hfpaged.core.plan import UNKNOWN_TOKEN, Plan
+
+# The row of the block tables that requests which only fill up a batch have.
+PADDING_ROW = 0
 
 
 @dataclass
@@ -14,7 +18,8 @@ class StepBatch:
     """T tokens of R requests, packed one request after the other. All arrays are C-contiguous.
 
     Attributes:
-        token_ids: int64 [T].
+        token_ids: int64 [T]; UNKNOWN_TOKEN for those that the step before draws.
+        feedback: int64 [T], which of the tokens that the step before draws it is; -1: none of them.
         positions: int64 [T], position of each token in its own request.
         slots: int64 [T], where the token's KV goes: block_id * block_size + offset.
         query_start: int32 [R + 1], first packed token of each request, then T.
@@ -34,19 +39,24 @@ class StepBatch:
     block_tables: np.ndarray
     block_size: int
     logit_rows: np.ndarray
+    feedback: np.ndarray
 
 
 class BlockTables:
     """The block tables of all requests that hold blocks, one row each, updated by what a plan adds.
 
     A step's work is proportional to the tokens and blocks that it adds, never to the context.
+
+    Args:
+        padding_block: the block that requests have which only fill up a batch.
     """
 
-    def __init__(self, block_size: int):
+    def __init__(self, block_size: int, padding_block: int = 0):
         self.block_size = block_size
         self._table = np.zeros((16, 16), dtype=np.int32)
+        self._table[PADDING_ROW, 0] = padding_block
         self._rows: dict[int, int] = {}
-        self._free = list(range(15, -1, -1))
+        self._free = list(range(15, PADDING_ROW, -1))
 
     def forget(self, request_id: int) -> None:
         """Free the row of a request that ended or lost its blocks. Unknown ids are ignored."""
@@ -54,8 +64,12 @@ class BlockTables:
         if row is not None:
             self._free.append(row)
 
-    def build(self, plan: Plan) -> StepBatch:
-        """Update the tables by `plan` and lay its tokens out. Building the same plan again gives the same batch."""
+    def build(self, plan: Plan, drawn_at: Mapping[int, int]) -> StepBatch:
+        """Update the tables by `plan` and lay its tokens out. Building the same plan again gives the same batch.
+
+        Args:
+            drawn_at: where the step before puts the token that it draws for a request, by id.
+        """
         for entry in plan.entries:
             if entry.full_table is not None:
                 self._write(self._row(entry.id), 0, entry.full_table)
@@ -69,8 +83,9 @@ class BlockTables:
         positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
         blocks = self._table[np.repeat(rows, counts), positions // self.block_size].astype(np.int64)
         wanted = np.array([entry.logits_for for entry in plan.entries], dtype=np.int64)
+        token_ids = np.array([token for entry in plan.entries for token in entry.tokens], dtype=np.int64)
         return StepBatch(
-            token_ids=np.array([token for entry in plan.entries for token in entry.tokens], dtype=np.int64),
+            token_ids=token_ids,
             positions=positions,
             slots=blocks * self.block_size + positions % self.block_size,
             query_start=query_start,
@@ -79,6 +94,7 @@ class BlockTables:
             block_tables=self._table,
             block_size=self.block_size,
             logit_rows=_last_rows(query_start[1:].astype(np.int64), wanted),
+            feedback=_feedback(plan, token_ids, query_start, drawn_at),
         )
 
     def _row(self, request_id: int) -> int:
@@ -100,6 +116,14 @@ class BlockTables:
         self._table = np.zeros((rows or old.shape[0], width or old.shape[1]), dtype=np.int32)
         self._table[: old.shape[0], : old.shape[1]] = old
         self._free.extend(range(self._table.shape[0] - 1, old.shape[0] - 1, -1))
+
+
+def _feedback(plan: Plan, token_ids: np.ndarray, query_start: np.ndarray, drawn_at: Mapping[int, int]) -> np.ndarray:
+    feedback = np.full(len(token_ids), -1, dtype=np.int64)
+    last = query_start[1:] - 1
+    for index in np.flatnonzero(token_ids[last] == UNKNOWN_TOKEN):
+        feedback[last[index]] = drawn_at[plan.entries[index].id]
+    return feedback
 
 
 def _last_rows(ends: np.ndarray, wanted: np.ndarray) -> np.ndarray:

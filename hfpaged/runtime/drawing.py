@@ -17,6 +17,7 @@ from hfpaged.core.request import Request
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.tiers import StepOutput
+from hfpaged.sampling.device_draw import DrawSettings
 from hfpaged.sampling.logprobs import TokenLogprob, token_logprobs
 from hfpaged.sampling.sampler import Drawn, Sampler, SampleRow
 
@@ -27,12 +28,14 @@ class LiveRequest:
 
     Attributes:
         row: how its next token is drawn.
+        draw: how a device can draw its tokens; None: only the host can.
     """
 
     spec: RequestSpec
     handle: GenerationHandle
     request: Request
     row: SampleRow
+    draw: DrawSettings | None = None
 
 
 @dataclass
@@ -44,6 +47,7 @@ class Outcome:
         scores, logits: of each token, as in `Drawn`.
         logprobs: of each token, or nothing.
         error: why nothing could be drawn.
+        num_drafts: how many drafts were verified for it.
     """
 
     live: LiveRequest
@@ -52,6 +56,7 @@ class Outcome:
     logits: list[torch.Tensor | None] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: Exception | None = None
+    num_drafts: int = 0
 
 
 def wants_logits(plan: Plan, live: Mapping[int, LiveRequest]) -> bool:
@@ -79,7 +84,11 @@ def score_prompts(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutpu
 def draw_tokens(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput, sampler: Sampler) -> list[Outcome]:
     """Draw for every request that caught up, steered ones excepted."""
     requests = [(live[request_id], rows) for rows, request_id in plan.sampled_rows()]
-    requests = [(one, rows) for one, rows in requests if not one.spec.steered]
+    return draw_rows([(one, rows) for one, rows in requests if not one.spec.steered], output, sampler)
+
+
+def draw_rows(requests: Sequence[tuple[LiveRequest, range]], output: StepOutput, sampler: Sampler) -> list[Outcome]:
+    """Draw for requests, each from its rows of the output."""
     indices = [row for _, rows in requests for row in rows]
     if output.logits is None:
         drawn = Drawn.of_tokens(output.argmax[indices].tolist())
@@ -124,10 +133,10 @@ def _outcome(live: LiveRequest, drawn: Drawn, places: range) -> Outcome:
     for place, draft in zip(places, [*drafts, None], strict=True):
         if drawn.errors[place] is not None:
             # Earlier draws stand; the row that failed will fail again as the first of the next step.
-            return Outcome(live, tokens, error=None if tokens else drawn.errors[place])
+            return Outcome(live, tokens, error=None if tokens else drawn.errors[place], num_drafts=len(drafts))
         tokens.append(drawn.tokens[place])
         length = known + len(tokens)
         if drawn.tokens[place] != draft or live.spec.stop.ends_with(length, tokens[-1]):
             break
     kept = slice(places.start, places.start + len(tokens))
-    return Outcome(live, tokens, drawn.scores[kept], drawn.logits[kept])
+    return Outcome(live, tokens, drawn.scores[kept], drawn.logits[kept], num_drafts=len(drafts))

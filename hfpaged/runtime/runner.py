@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from hfpaged.core.plan import Plan
@@ -25,7 +27,8 @@ class Runner:
         self.tier = tier
         self._cache = cache
         self._store = store
-        self._tables = BlockTables(block_size)
+        self._tables = BlockTables(block_size, padding_block=cache.num_blocks)
+        self._drawn_at: dict[int, int] = {}
 
     def run(self, plan: Plan, want_logits: bool) -> StepOutput:
         """Execute stores, copies, loads, then the forward.
@@ -39,10 +42,15 @@ class Runner:
         self._move_blocks(plan)
         if not plan.entries:
             return StepOutput(torch.empty(0, 0), None)
-        return self.tier.run(self._tables.build(plan), want_logits)
+        return self.tier.run(self._tables.build(plan, self._drawn_at), want_logits)
 
-    def commit(self, plan: Plan) -> None:
-        """The books took the plan over: drop what it made superfluous."""
+    def commit(self, plan: Plan, drawn: Sequence[int] = ()) -> None:
+        """The books took the plan over: drop what it made superfluous.
+
+        Args:
+            drawn: ids of the requests whose tokens the tier was fed back, in order.
+        """
+        self._drawn_at = {request_id: index for index, request_id in enumerate(drawn)}
         for request_id in plan.recomputed:
             self._tables.forget(request_id)
         for request_id, _ in plan.loads:

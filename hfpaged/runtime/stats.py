@@ -23,6 +23,23 @@ class StepTimes:
 
 
 @dataclass
+class AheadCounters:
+    """Of devices that work behind the host.
+
+    Attributes:
+        steps_ahead: steps launched before the tokens of the one before were read.
+        host_drawn_tokens: draws that only the host could do, each of which cost its request a step.
+        dropped_tokens: tokens drawn for requests that had ended by the time they were read.
+        captured_steps: steps of released workspaces that were started as a captured whole.
+    """
+
+    steps_ahead: int = 0
+    host_drawn_tokens: int = 0
+    dropped_tokens: int = 0
+    captured_steps: int = 0
+
+
+@dataclass
 class EngineCounters:
     """What is counted outside the books of the scheduler.
 
@@ -36,6 +53,7 @@ class EngineCounters:
     fallbacks: Counter[str] = field(default_factory=Counter)
     weight_changes: int = 0
     failed_steps: int = 0
+    ahead: AheadCounters = field(default_factory=AheadCounters)
 
 
 class EngineSnapshot(NamedTuple):
@@ -66,17 +84,33 @@ def engine_stats(counters: EngineCounters, workspaces: Sequence[Workspace]) -> d
         "seconds_forward": times.forward,
         "seconds_sample": times.sample,
         "fallbacks": dict(counters.fallbacks),
+        **_ahead(counters.ahead, workspaces),
     }
+
+
+def _ahead(counters: AheadCounters, workspaces: Sequence[Workspace]) -> dict[str, Any]:
+    now = sum(workspace.tier.replayed_steps for workspace in workspaces)
+    return {**asdict(counters), "captured_steps": counters.captured_steps + now}
 
 
 def _description(workspace: Workspace | None) -> dict[str, Any]:
     if workspace is None:
-        return {"backend": None, "tier": None, "tier_reason": None, "tier_refusals": {}, "block_size": 0}
+        return {
+            "backend": None,
+            "backend_reasons": {},
+            "tier": None,
+            "tier_reason": None,
+            "tier_refusals": {},
+            "capture_problem": None,
+            "block_size": 0,
+        }
     return {
         "backend": workspace.backend.name,
+        "backend_reasons": dict(workspace.rejected_backends),
         "tier": workspace.tier.name,
         "tier_reason": workspace.tier_reason,
         "tier_refusals": workspace.tier.refusals(),
+        "capture_problem": workspace.tier.capture_problem,
         "block_size": workspace.pool.block_size,
     }
 

@@ -2,6 +2,10 @@
 
 All methods run on one thread, between steps or as one, so the books need no lock. A step is plan, run, commit: until
 the commit nothing has changed, and a failed step is tried once more before its requests fail.
+
+On a device that works behind the host, a step is committed when it has been launched, and the next one is launched
+before its tokens are read: they are settled in the books, and delivered, a step late. A request that ended meanwhile
+has then drawn a token too many, which is dropped. One whose tokens only the host can draw sits out every other step.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.request import Request
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
 from hfpaged.errors import EngineReleasedError
+from hfpaged.runtime.device.launched_step import LaunchedStep
+from hfpaged.runtime.device.settlement import settle
 from hfpaged.runtime.draft_model import DraftModel
 from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, score_prompts, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
@@ -31,12 +37,16 @@ from hfpaged.runtime.tiers import StepOutput
 from hfpaged.runtime.view import EngineView
 from hfpaged.runtime.weights import WeightsWatch
 from hfpaged.runtime.workspace import Workspace
+from hfpaged.sampling.device_draw import DrawSettings
 from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopChecker
 
 
 class Stepper:
     """The engine's state and its steps.
+
+    Args:
+        runs_ahead: launch a step before reading the one before, on devices that work behind the host.
 
     Attributes:
         live: requests that have not ended, by id.
@@ -51,6 +61,7 @@ class Stepper:
         original_class: type[PreTrainedModel],
         config: EngineConfig,
         counters: EngineCounters,
+        runs_ahead: bool = True,
     ):
         self.live: dict[int, LiveRequest] = {}
         self.workspaces: list[Workspace] = []
@@ -59,6 +70,7 @@ class Stepper:
         self._original_class = original_class
         self._view = EngineView(model, original_class)
         self._config = config
+        self._runs_ahead = runs_ahead
         self._counters = counters
         self._watch: WeightsWatch | None = None
         self._speculation = Speculation()
@@ -158,28 +170,38 @@ class Stepper:
         planned = time.perf_counter()
         self._counters.times.schedule += planned - began
         if plan is None:
-            return False
+            return self._settle_oldest(workspace)
         self._note_started(plan, planned)
         try:
             if workspace.adapters is not None:
                 workspace.adapters.assign(plan, {entry.id: self.live[entry.id].spec.adapter for entry in plan.entries})
             output = workspace.runner.run(plan, wants_logits(plan, self.live))
             ran = time.perf_counter()
-            outcomes = draw_tokens(plan, self.live, output, self._sampler)
-            prompt_logprobs = score_prompts(plan, self.live, output)
+            if workspace.launcher is not None:
+                launched = workspace.launcher.launch(plan, self.live, output)
+            else:
+                outcomes = draw_tokens(plan, self.live, output, self._sampler)
+                prompt_logprobs = score_prompts(plan, self.live, output)
         except Exception as error:
             self._on_failed_step(workspace, plan, error)
             return True
         self._failed_once.discard(workspace)
+        if workspace.launcher is not None:
+            self._commit_ahead(workspace, launched)
+            self._count_step(planned, ran)
+            return True
         self._commit(workspace, plan, output, outcomes)
         for request_id, logprobs in prompt_logprobs.items():
             self.live[request_id].handle.add_prompt_logprobs(logprobs)
         self._deliver(outcomes)
+        self._count_step(planned, ran)
+        return True
+
+    def _count_step(self, planned: float, ran: float) -> None:
         times = self._counters.times
         times.steps += 1
         times.forward += ran - planned
         times.sample += time.perf_counter() - ran
-        return True
 
     def _note_started(self, plan: Plan, now: float) -> None:
         """Tell the handles of requests that are in a step for the first time."""
@@ -211,6 +233,40 @@ class Stepper:
             if live.spec.steered:
                 live.handle.offer_logits(output.logits[rows.start : rows.stop].to(torch.float32, copy=True))
 
+    # ---- steps ahead of a device ----
+
+    def _commit_ahead(self, workspace: Workspace, launched: LaunchedStep) -> None:
+        """Take a launched step over, and settle the one before."""
+        if launched.drawn is not None:
+            workspace.tier.feed_back(launched.drawn)
+        workspace.scheduler.commit(launched.plan, launched.sampled())
+        workspace.runner.commit(launched.plan, [live.request.id for live in launched.requests])
+        self._counters.ahead.steps_ahead += bool(workspace.in_flight)
+        self._counters.ahead.host_drawn_tokens += len(launched.on_host)
+        workspace.in_flight.append(launched)
+        while len(workspace.in_flight) > (1 if self._runs_ahead else 0):
+            self._settle_oldest(workspace)
+
+    def _settle_oldest(self, workspace: Workspace) -> bool:
+        """Read the oldest step in flight and deliver what it brought. Returns False if there is none."""
+        if not workspace.in_flight:
+            return False
+        launched = workspace.in_flight.popleft()
+        try:
+            settled = settle(launched, workspace.scheduler, self.live, self._sampler, self._speculation.learn)
+        except Exception as error:
+            # It was committed, so that it cannot be tried again.
+            self._counters.failed_steps += 1
+            self.end([live.handle for live in launched.members() if live.request.id in self.live], "error", error)
+            return True
+        self._counters.ahead.dropped_tokens += settled.dropped
+        for live, logits in settled.steered:
+            live.handle.offer_logits(logits)
+        for live, logprobs in settled.scored:
+            live.handle.add_prompt_logprobs(logprobs)
+        self._deliver(settled.outcomes)
+        return True
+
     def _deliver(self, outcomes: list[Outcome]) -> None:
         """Hand tokens to their callers, and end the requests that have ended."""
         try:
@@ -236,6 +292,9 @@ class Stepper:
     def _on_failed_step(self, workspace: Workspace, plan: Plan, error: Exception) -> None:
         workspace.scheduler.abort(plan)
         workspace.runner.abort(plan)
+        # The steps before it did not fail: what they drew is known when it is tried again, or its requests end.
+        while self._settle_oldest(workspace):
+            pass
         self._counters.failed_steps += 1
         if workspace not in self._failed_once:
             self._failed_once.add(workspace)
@@ -245,6 +304,10 @@ class Stepper:
         self.end([self.live[request_id].handle for request_id in failed], "error", error)
 
     def _on_idle(self) -> bool:
+        for workspace in self.workspaces:
+            # Whoever wanted what they bring has left.
+            self._counters.ahead.dropped_tokens += sum(len(step.requests) for step in workspace.in_flight)
+            workspace.in_flight.clear()
         if self._config.release_after_call:
             self.release()
         return False
@@ -311,6 +374,7 @@ class Stepper:
 
     def _drop(self, workspace: Workspace) -> None:
         self._counters.books.update(asdict(workspace.scheduler.counters))
+        self._counters.ahead.captured_steps += workspace.tier.replayed_steps
         workspace.close()
         self.workspaces.remove(workspace)
         self._failed_once.discard(workspace)
@@ -346,7 +410,9 @@ class Stepper:
             sample_index=spec.sample_index,
             keep_scores=spec.keep_scores or spec.keep_logits,
         )
-        self.live[request.id] = LiveRequest(spec, handle, request, row)
+        # What is drawn from the same logits several times, or looked at, is the host's.
+        is_plain = not spec.may_speculate and spec.logprobs is None
+        self.live[request.id] = LiveRequest(spec, handle, request, row, DrawSettings.of(row) if is_plain else None)
         self._speculation.add(request, spec, self._draft_model)
 
     def _draft_model(self, model: PreTrainedModel) -> DraftModel:
@@ -355,7 +421,7 @@ class Stepper:
         blocks = self.workspace.pool.num_blocks
         config = replace(self._config, num_blocks=blocks, tier="auto", attention_backend="auto")
         fallbacks = self._counters.fallbacks
-        stepper = Stepper(model, original_class, config, EngineCounters())
+        stepper = Stepper(model, original_class, config, EngineCounters(), runs_ahead=False)
         return DraftModel(stepper, on_failure=lambda: fallbacks.update(["draft model failed"]))
 
     def live_model(self) -> PreTrainedModel:

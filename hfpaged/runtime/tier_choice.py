@@ -12,7 +12,8 @@ from hfpaged.errors import ConfigError
 from hfpaged.program.description import NotRecognized
 from hfpaged.program.program import StepProgram
 from hfpaged.program.threads import usable_cpus
-from hfpaged.runtime.attention.interface import AttentionBackend
+from hfpaged.runtime.attention.interface import AheadBackend, AttentionBackend
+from hfpaged.runtime.device.ahead_tier import AheadTier
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.leaf_tier import LeafTier
 from hfpaged.runtime.thread_state import ThreadState
@@ -40,7 +41,7 @@ def choose_tier(
         ConfigError: the named tier cannot run this model; the message says why.
     """
     if config.tier == "modules":
-        return TierChoice(ModuleTier(view, backend, state), ASKED_FOR)
+        return TierChoice(_module_tier(config, view, backend, cache, state), ASKED_FOR)
     # A container's CPU quota may be less than the cores that PyTorch counts.
     threads = min(torch.get_num_threads(), usable_cpus())
     builders = {
@@ -62,7 +63,21 @@ def choose_tier(
     if config.packed_only:
         raise ConfigError(f"packed_only=True needs packed weights, which this model cannot run on: {reason}")
     logger.info("hfpaged runs %s by its modules: %s", type(view.model).__name__, reason)
-    return TierChoice(ModuleTier(view, backend, state), reason)
+    return TierChoice(_module_tier(config, view, backend, cache, state), reason)
+
+
+def _module_tier(
+    config: EngineConfig, view: EngineView, backend: AttentionBackend, cache: KVCache, state: ThreadState
+) -> Tier:
+    """The model's own modules: called step by step, or a step ahead of a device that works behind the host."""
+    if isinstance(backend, AheadBackend):
+        return AheadTier(view, backend, state, cache.num_blocks, most_drawn_ahead(config))
+    return ModuleTier(view, backend, state)
+
+
+def most_drawn_ahead(config: EngineConfig) -> int:
+    """How many tokens a step may draw on a device: one for each request, and some for forks of them."""
+    return 4 * config.max_requests
 
 
 def _require_native(backend: AttentionBackend, state: ThreadState) -> None:

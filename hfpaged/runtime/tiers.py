@@ -30,7 +30,7 @@ class StepOutput(NamedTuple):
     """
 
     logits: torch.Tensor | None
-    argmax: np.ndarray | None
+    argmax: np.ndarray | torch.Tensor | None
 
 
 class Tier(ABC):
@@ -46,6 +46,16 @@ class Tier(ABC):
     def on_weights_changed(self) -> None:
         """Forget everything made from the old weights."""
 
+    @property
+    def replayed_steps(self) -> int:
+        """How many steps were started as a captured whole."""
+        return 0
+
+    @property
+    def capture_problem(self) -> str | None:
+        """Why steps are not captured (any more); None: they are, or the tier has no use for it."""
+        return None
+
     def refusals(self) -> dict[str, int]:
         """How many modules could have run natively but keep their own forward, by reason."""
         return {}
@@ -55,33 +65,43 @@ class Tier(ABC):
         return []
 
 
+class PackedForward:
+    """The view's own forward over the packed tokens of a step, whose attention backend has begun."""
+
+    def __init__(self, view: EngineView, state: ThreadState):
+        self._view = view
+        self._state = state
+        self._slices_logits = view.model._supports_logits_to_keep()
+
+    def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Logits [S, V] of the tokens `rows`, int64 [S], among token_ids and positions, int64 [T]."""
+        arguments = {"logits_to_keep": rows} if self._slices_logits else {}
+        with self._state.applied():
+            output = self._view.model(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **arguments
+            )
+            return output.logits[0] if self._slices_logits else output.logits[0].index_select(0, rows)
+
+
 class ModuleTier(Tier):
     """The view's own forward, with paged attention in it."""
 
     name = "modules"
 
     def __init__(self, view: EngineView, backend: AttentionBackend, state: ThreadState):
-        self._view = view
         self._backend = backend
-        self._state = state
         self._device = view.model.device
-        self._slices_logits = view.model._supports_logits_to_keep()
+        self._forward = PackedForward(view, state)
 
     def run(self, batch: StepBatch, want_logits: bool) -> StepOutput:
         self._backend.begin(batch)
         rows = torch.from_numpy(batch.logit_rows).to(self._device)
         # Models cannot take an empty index; a step that samples nothing keeps one row and drops it below.
         keep = rows if len(rows) else torch.zeros(1, dtype=torch.long, device=self._device)
-        arguments = {"logits_to_keep": keep} if self._slices_logits else {}
-        with self._state.applied():
-            output = self._view.model(
-                input_ids=torch.from_numpy(batch.token_ids)[None].to(self._device),
-                position_ids=torch.from_numpy(batch.positions)[None].to(self._device),
-                use_cache=False,
-                return_dict=True,
-                **arguments,
-            )
-        logits = output.logits[0] if self._slices_logits else output.logits[0, keep]
+        token_ids, positions = (
+            torch.from_numpy(array).to(self._device) for array in (batch.token_ids, batch.positions)
+        )
+        logits = self._forward(token_ids, positions, keep)
         return StepOutput(logits[: len(rows)], None)
 
     def on_weights_changed(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,14 +17,16 @@ from hfpaged.core.prefix_cache import PrefixCache
 from hfpaged.core.scheduler import Scheduler, SchedulerLimits
 from hfpaged.errors import ConfigError
 from hfpaged.runtime.adapters import AdapterRows
+from hfpaged.runtime.attention.interface import AheadBackend
 from hfpaged.runtime.attention.select import choose_backend
 from hfpaged.runtime.block_store import HostBlockStore
+from hfpaged.runtime.device.launched_step import LaunchedStep, StepLauncher
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.released_weights import ReleasedWeights
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.runner import Runner, probe_layers
 from hfpaged.runtime.thread_state import ThreadState
-from hfpaged.runtime.tier_choice import choose_tier
+from hfpaged.runtime.tier_choice import choose_tier, most_drawn_ahead
 from hfpaged.runtime.view import EngineView
 
 GIB = 1 << 30
@@ -41,6 +44,8 @@ class Workspace:
     Attributes:
         adapters: chooses a LoRA adapter for each token of a step; None where all requests have the active one. Requests
             of the two kinds do not share a workspace.
+        launcher: launches steps ahead of a device that works behind the host; None where each step is waited for.
+        in_flight: launched steps whose tokens have not been read, oldest first: two at most.
     """
 
     def __init__(self, view: EngineView, config: EngineConfig, state: ThreadState, mixes_adapters: bool = False):
@@ -57,13 +62,18 @@ class Workspace:
         self.bytes_per_block = KVCache.bytes_per_block(self.backend, seen)
         num_blocks = config.num_blocks or _blocks_for_memory(config, device, self.bytes_per_block)
         self.store = HostBlockStore(capacity=num_blocks)
-        self.cache = KVCache(self.backend, seen, num_blocks)
+        is_ahead = isinstance(self.backend, AheadBackend)
+        self.cache = KVCache(self.backend, seen, num_blocks, spare_blocks=1 if is_ahead else 0)
         view.step.bind(self.backend, self.cache.layers)
         self.tier, self.tier_reason = choose_tier(config, view, self.backend, self.cache, state)
+        if is_ahead and mixes_adapters:
+            self.tier.captured.forbid("each token goes through the adapter of its own request")
         self.released = ReleasedWeights()
         # Where the model itself was dropped, what else holds its parameters must not find them empty.
         weakref.finalize(self, self.released.restore).atexit = False
         self.runner = Runner(self.tier, self.cache, self.store, config.block_size)
+        self.launcher = StepLauncher(self.backend.accelerator, most_drawn_ahead(config)) if is_ahead else None
+        self.in_flight: deque[LaunchedStep] = deque()
         self.pool = BlockPool(num_blocks, config.block_size)
         self.prefix_cache = PrefixCache(self.pool)
         self.scheduler = Scheduler(

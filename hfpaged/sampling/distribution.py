@@ -24,14 +24,19 @@ def inverse_cdf(scores: Tensor, uniforms: npt.NDArray[np.float64]) -> list[int]:
     Returns:
         The indices; -1 for a row with NaN or +inf, or with nothing but -inf.
     """
-    indices: list[int] = []
+    return drawn_indices(scores, torch.from_numpy(uniforms).to(scores.device)).tolist()
+
+
+def drawn_indices(scores: Tensor, uniforms: Tensor) -> Tensor:
+    """`inverse_cdf` with everything, uniforms and result (int64[N]) too, on the scores' device."""
+    chosen = []
     rows = max(1, _CHUNK_ELEMENTS.get(scores.device.type, 1 << 18) // scores.shape[1])
-    for part, numbers in zip(scores.split(rows), torch.from_numpy(uniforms).split(rows), strict=True):
+    for part, numbers in zip(scores.split(rows), uniforms.split(rows), strict=True):
         cumulative = (part.double() - part.amax(dim=1, keepdim=True)).exp_().cumsum(dim=1)
         totals = cumulative[:, -1:]
-        chosen = torch.searchsorted(cumulative, numbers.to(part.device).unsqueeze(1) * totals, right=True)
-        indices += chosen.where(totals.isfinite(), -1)[:, 0].tolist()
-    return indices
+        found = torch.searchsorted(cumulative, numbers.unsqueeze(1) * totals, right=True)
+        chosen.append(found.where(totals.isfinite(), -1)[:, 0])
+    return torch.cat(chosen)
 
 
 def first_maximum(scores: Tensor) -> list[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from hfpaged.errors import HfpagedError
 
+INVALID_SCORES = "cannot sample: the processed scores contain NaN or +inf, or every token is excluded"
+
 
 class InvalidScoresError(HfpagedError, RuntimeError):
     """The processed scores of a sampled row contain NaN or +inf, or every token is excluded.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfpaged.sampling.candidates import truncate
 from hfpaged.sampling.distribution import first_maximum, inverse_cdf
-from hfpaged.sampling.errors import InvalidScoresError
+from hfpaged.sampling.errors import INVALID_SCORES, InvalidScoresError
 from hfpaged.sampling.processors import CompiledProcessors, apply_stages
 from hfpaged.sampling.rng import uniforms
 from hfpaged.sampling.stages import EXCLUDED
@@ -210,9 +210,7 @@ class _Batch:
 
     def _settle(self, index: int, token: int) -> None:
         if token == _NO_TOKEN:
-            self.errors[index] = InvalidScoresError(
-                "cannot sample: the processed scores contain NaN or +inf, or every token is excluded"
-            )
+            self.errors[index] = InvalidScoresError(INVALID_SCORES)
         else:
             self.tokens[index] = token
 
@@ -238,7 +236,7 @@ def draw_from_scores(
     Raises:
         InvalidScoresError: a row has NaN or +inf, or every token of it is excluded.
     """
-    tokens = inverse_cdf(scores.detach(), _keyed_uniforms(seeds, sample_indices, positions))
+    tokens = inverse_cdf(scores.detach(), keyed_uniforms(seeds, sample_indices, positions))
     if _NO_TOKEN in tokens:
         raise InvalidScoresError(
             f"cannot sample row {tokens.index(_NO_TOKEN)}: "
@@ -253,14 +251,15 @@ def _is_plain(row: SampleRow) -> bool:
 
 
 def _uniforms(rows: Sequence[SampleRow]) -> npt.NDArray[np.float64]:
-    return _keyed_uniforms(
+    return keyed_uniforms(
         [row.seed for row in rows], [row.sample_index for row in rows], [len(row.tokens) for row in rows]
     )
 
 
-def _keyed_uniforms(
+def keyed_uniforms(
     seeds: Sequence[int], sample_indices: Sequence[int], positions: Sequence[int]
 ) -> npt.NDArray[np.float64]:
+    """`uniforms` of numbers of any size, one a row."""
     return uniforms(
         np.array([seed & _SEED_MASK for seed in seeds], dtype=np.uint64),
         np.array(sample_indices, dtype=np.uint64),

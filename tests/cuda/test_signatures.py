@@ -28,3 +28,8 @@ def test_wrappers(wrapper, method):
     real_method = getattr(real, f"_{method}_impl", None) or getattr(real, method)
     fake_method = getattr(getattr(fake_flashinfer, wrapper), method)
     assert parameters(fake_method) == parameters(real_method)
+
+
+@pytest.mark.parametrize("norm", [norm.__name__ for norm in fake_flashinfer.NORMS])
+def test_norms(norm):
+    assert parameters(getattr(fake_flashinfer, norm)) == parameters(getattr(flashinfer.norm, norm))

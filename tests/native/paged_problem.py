@@ -31,6 +31,7 @@ class PagedProblem:
         num_heads: query heads.
         contexts: tokens of each request.
         block_size: tokens per block.
+        device: where the cache is.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class PagedProblem:
         num_heads: int,
         contexts: list[int],
         block_size: int = 16,
+        device: torch.device = CPU,
     ):
-        self.backend = backend_class(CPU, dtype, block_size)
+        self.backend = backend_class(device, dtype, block_size)
         self.shape, self.block_size, self.contexts = shape, block_size, contexts
         generator = torch.Generator().manual_seed(1)
 
         def random(context: int, heads: int, dim: int) -> torch.Tensor:
-            return torch.randn(context, heads, dim, generator=generator).to(dtype)
+            return torch.randn(context, heads, dim, generator=generator).to(device, dtype)
 
         self.query = [random(context, num_heads, shape.key_dim) for context in contexts]
         self.key = [random(context, shape.num_kv_heads, shape.key_dim) for context in contexts]
@@ -98,7 +100,7 @@ class PagedProblem:
         request, first, end = piece
         query = self.query[request][first:end].double()
         group = query.shape[1] // self.shape.num_kv_heads
-        output = torch.empty(end - first, query.shape[1], self.shape.value_dim, dtype=torch.float64)
+        output = query.new_empty(end - first, query.shape[1], self.shape.value_dim)
         for token, position in enumerate(range(first, end)):
             start = 0 if params.window is None else max(0, position + 1 - params.window)
             key = self.key[request][start : position + 1].double().repeat_interleave(group, 1)

@@ -237,9 +237,9 @@ def _copy_into(old: Any, new: Any) -> None:
 
 
 @contextlib.contextmanager
-def no_waiting_operations() -> Iterator[None]:
-    """Fail on operations that would make the host wait for a device, whatever device the tensors are on."""
-    with _WaitingWatch():
+def no_waiting_operations(device: FakeAccelerator) -> Iterator[None]:
+    """Fail on operations that would make the host wait for a device, but for those on its page-locked memory."""
+    with _WaitingWatch(device):
         yield
 
 
@@ -248,9 +248,13 @@ class _WaitingWatch(torch.overrides.TorchFunctionMode):
         {"item", "cpu", "tolist", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "masked_select"}
     )
 
+    def __init__(self, device: FakeAccelerator):
+        super().__init__()
+        self._device = device
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(function, "__name__", "")
-        if name in self._NAMES:
+        if name in self._NAMES and args[0] not in self._device.page_locked:
             raise DeviceError(f"Tensor.{name} makes the host wait for the device")
         if name == "__getitem__" and _has_mask(args[1]):
             raise DeviceError("indexing by a mask makes the host wait for the device")

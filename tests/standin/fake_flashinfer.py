@@ -133,6 +133,13 @@ class Wrapper:
         if self._buffers is not None and self.device.replay_number is not None:
             require(self._consumer in (None, self.device.replay_number), "a replay with the plan of the one before")
             self._consumer = self.device.replay_number
+        # What the library does inside is not the engine's doing: whoever watches for operations that wait looks away.
+        with torch._C.DisableTorchFunction():
+            return self._compute_all(q, kv, sinks, scale)
+
+    def _compute_all(
+        self, q: torch.Tensor, kv: tuple, sinks: torch.Tensor | None, scale: float | None
+    ) -> torch.Tensor:
         tables, page_size = self._tables, self._options["page_size"]
         output = q.new_empty(q.shape[0], q.shape[1], self._heads[3])
         for request in range(tables.requests):
@@ -411,6 +418,26 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         super()._plan(tables, pages, heads, options)
 
 
+def _as_read(weight: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """The weight as the kernels see it: its bytes, taken for numbers of the input's dtype."""
+    return weight.contiguous().view(torch.uint8).view(dtype)[:width]
+
+
+def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
+    """Chooses by the dtype of the input, and looks at no other, as the CUDA kernels do."""
+    require(input.dtype in (torch.bfloat16, torch.float16), f"norms are not for {input.dtype}")
+    require(input.dim() in (2, 3) and input.is_contiguous(), "norms are of contiguous rows")
+    wide = input.float()
+    unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (unit * _as_read(weight, input.dtype, input.shape[-1]).float()).to(input.dtype)
+
+
+def gemma_rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
+    """The same with one more than the weight."""
+    return rmsnorm(input, (_as_read(weight, input.dtype, input.shape[-1]).float() + 1).to(input.dtype), eps)
+
+
+NORMS = (rmsnorm, gemma_rmsnorm)
 WRAPPERS = (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -432,5 +459,5 @@ def fake_flashinfer(device: FakeAccelerator) -> ModuleType:
 
     for wrapper in WRAPPERS:
         setattr(module, wrapper.__name__, bound(wrapper))
-    module.norm = SimpleNamespace()
+    module.norm = SimpleNamespace(**{norm.__name__: norm for norm in NORMS})
     return module

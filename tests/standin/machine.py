@@ -12,6 +12,7 @@ import pytest
 from standin.fake_accelerator import FakeAccelerator
 from standin.fake_flashinfer import DTYPES, fake_flashinfer
 
+from hfpaged.runtime import workspace
 from hfpaged.runtime.attention import flashinfer_backend, flashinfer_probe
 from hfpaged.runtime.attention.interface import KVTensors, LayerShape
 from hfpaged.runtime.attention.native_backend import NativeBackend
@@ -44,4 +45,6 @@ def stand_in() -> Iterator[StandIn]:
         patch.setattr(backend, "device_types", frozenset({"cpu"}))
         patch.setattr(backend, "allocate", allocate_poisoned)
         patch.setattr(NativeBackend, "device_types", frozenset())
+        # To poison a pool is to write all of it, and engines under test are many.
+        patch.setattr(workspace, "MOST_DEFAULT_BLOCKS", 256)
         yield StandIn(device, library)

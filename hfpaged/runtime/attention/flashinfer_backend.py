@@ -88,9 +88,9 @@ class FlashInferBackend(AheadBackend):
             for geometry in {geometry for geometry, _, _ in self._wrappers}:
                 self._planned(geometry)
 
-    def can_capture(self, batch: StepBatch) -> bool:
+    def can_capture(self, batch: StepBatch, size: int) -> bool:
         """See `AheadBackend.can_capture`."""
-        pages = int((-(-batch.context_len // self.block_size)).sum())
+        pages = int((-(-batch.context_len // self.block_size)).sum()) + size - len(batch.context_len)
         return bool(self._wrappers) and pages <= FIXED_PAGES
 
     def write(self, kv: KVTensors, key: torch.Tensor, value: torch.Tensor) -> None:

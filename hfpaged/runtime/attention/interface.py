@@ -130,8 +130,11 @@ class AheadBackend(AttentionBackend):
         """
 
     @abstractmethod
-    def can_capture(self, batch: StepBatch) -> bool:
-        """Whether a step with this batch could be captured or replayed: it knows all layers, and the batch fits."""
+    def can_capture(self, batch: StepBatch, size: int) -> bool:
+        """Whether a step with this batch, padded to `size`, could be captured or replayed.
+
+        That is: it has seen all layers, and the batch fits the memory of captured steps.
+        """
 
 
 HUGE_PAGE_BYTES = 2 << 20

@@ -40,6 +40,14 @@ def choose_backend(
     Raises:
         ConfigError: no backend has this name, or it cannot serve the model; the message says why.
     """
+    found, rejected = find_backend(name, device, dtype, shapes, block_size)
+    return BackendChoice(found(device, dtype, block_size), rejected)
+
+
+def find_backend(
+    name: str, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape], block_size: int
+) -> tuple[type[AttentionBackend], dict[str, str]]:
+    """`choose_backend` without creating it: (its class, why not the preferred ones)."""
     known = [backend.name for backend in BACKENDS]
     if name != "auto" and name not in known:
         raise ConfigError(f"attention_backend must be one of {', '.join(['auto', *known])}, got {name!r}")
@@ -52,7 +60,7 @@ def choose_backend(
             continue
         reason = backend.unavailable(device, dtype, shapes, block_size)
         if reason is None:
-            return BackendChoice(backend(device, dtype, block_size), rejected)
+            return backend, rejected
         rejected[backend.name] = reason
     reasons = "; ".join(f"{backend}: {reason}" for backend, reason in rejected.items())
     raise ConfigError(f"no attention backend can be used ({reasons})")

@@ -1,0 +1,88 @@
+"""AheadTier: the model's own forward on a device that works behind the host."""
+
+from __future__ import annotations
+
+import torch
+
+from hfpaged.runtime.attention.interface import AheadBackend
+from hfpaged.runtime.batch import StepBatch
+from hfpaged.runtime.device.captured_steps import CapturedSteps
+from hfpaged.runtime.device.fused_norms import FusedNorms
+from hfpaged.runtime.device.inputs import InputWriter, StepInputs
+from hfpaged.runtime.thread_state import ThreadState
+from hfpaged.runtime.tiers import PackedForward, StepOutput, Tier
+from hfpaged.runtime.view import EngineView
+
+
+class AheadTier(Tier):
+    """Queues a step without waiting for the one before: the tokens that it drew are read on the device.
+
+    The positions and slots of a step do not depend on what the step before draws, so the host writes them.
+
+    Args:
+        padding_block: a block of the pool that no request has.
+        most_drawn: how many tokens of one step the next may read.
+    """
+
+    name = "modules"
+
+    def __init__(
+        self, view: EngineView, backend: AheadBackend, state: ThreadState, padding_block: int, most_drawn: int
+    ):
+        self._view = view
+        self._backend = backend
+        self._packed = PackedForward(view, state)
+        # Under autocast the modules compute in other dtypes than their weights have.
+        self._norms = FusedNorms(view, backend.dtype) if state.autocast_dtype is None else None
+        self._accelerator = backend.accelerator
+        self._writer = InputWriter(self._accelerator)
+        self._drawn = torch.zeros(most_drawn, dtype=torch.int64, device=self._accelerator.device)
+        self.captured = CapturedSteps(
+            self._accelerator, backend, self._writer, self._forward, self._weights, padding_block
+        )
+
+    def run(self, batch: StepBatch, want_logits: bool) -> StepOutput:
+        """See `Tier.run`. The output is on the device, may not be there yet, and holds until the next run."""
+        with self._accelerator.active():
+            size = self.captured.size_for(batch)
+            found = None if size is None else self.captured.run(batch, size)
+            if found is None:
+                inputs = self._writer.write(batch)
+                self._backend.begin_ahead(batch, inputs.slots)
+                found = self._forward(inputs)
+            logits, argmax = found
+            return StepOutput(logits[: len(batch.logit_rows)], argmax[: len(batch.logit_rows)])
+
+    def feed_back(self, drawn: torch.Tensor) -> None:
+        """Keep the tokens that the step drew, int64 [n] on the device, for the next one."""
+        self._drawn[: len(drawn)].copy_(drawn)
+
+    @property
+    def replayed_steps(self) -> int:
+        """See `Tier.replayed_steps`."""
+        return self.captured.replays
+
+    @property
+    def capture_problem(self) -> str | None:
+        """See `Tier.capture_problem`."""
+        return self.captured.problem
+
+    def refusals(self) -> dict[str, int]:
+        """See `Tier.refusals`."""
+        return {} if self._norms is None else dict(self._norms.refusals)
+
+    def on_weights_changed(self) -> None:
+        """Captured steps read the memory that the weights were in."""
+        self.captured.on_weights_changed()
+
+    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits [S, V], their argmax int64 [S])."""
+        # A draw that failed is -1: its request ends as soon as the host sees it, and until then any token will do.
+        drawn = self._drawn.index_select(0, inputs.feedback.clamp_min(0)).clamp_min(0)
+        token_ids = torch.where(inputs.feedback >= 0, drawn, inputs.token_ids)
+        logits = self._packed(token_ids, inputs.positions, inputs.logit_rows)
+        scores = logits.to(torch.float32) if logits.dtype is torch.float64 else logits
+        return logits, scores.argmax(dim=-1)
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [*self._view.model.parameters(), *self._view.model.buffers()]

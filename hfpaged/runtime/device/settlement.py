@@ -1,0 +1,95 @@
+"""Settling a launched step: the one place where the host waits for the device. What it drew goes into the books."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from typing import NamedTuple
+
+import torch
+
+from hfpaged.core.scheduler import Scheduler
+from hfpaged.runtime.device.launched_step import LaunchedStep
+from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_rows, score_prompts
+from hfpaged.runtime.tiers import StepOutput
+from hfpaged.sampling.errors import INVALID_SCORES, InvalidScoresError
+from hfpaged.sampling.logprobs import TokenLogprob
+from hfpaged.sampling.sampler import Sampler
+
+Learn = Callable[[int, int, int], None]
+
+
+class Settlement(NamedTuple):
+    """What a step brought those who have not ended meanwhile.
+
+    Attributes:
+        outcomes: of those whose tokens were drawn; the books have them.
+        steered: those who get their logits, fp32 [k, V].
+        scored: those whose prompt tokens were scored.
+        dropped: tokens that were drawn for others.
+    """
+
+    outcomes: list[Outcome]
+    steered: list[tuple[LiveRequest, torch.Tensor]]
+    scored: list[tuple[LiveRequest, list[TokenLogprob]]]
+    dropped: int
+
+
+def settle(
+    step: LaunchedStep, scheduler: Scheduler, alive: Container[int], sampler: Sampler, learn: Learn
+) -> Settlement:
+    """Wait for a step, draw what the host has to draw, and enter it in the books.
+
+    Args:
+        alive: ids of the requests that have not ended.
+        learn: told of guesses that were verified.
+    """
+    step.mark.synchronize()
+    outcomes, dropped = _drawn_on_device(step, alive)
+    outcomes += _drawn_on_host(step, alive, sampler)
+    logprobs = score_prompts(step.plan, step.scored, step.scored_output) if step.scored else {}
+    for outcome in outcomes:
+        _enter(scheduler, outcome, learn)
+    return Settlement(
+        outcomes,
+        [(live, logits) for live, logits in step.steered if live.request.id in alive],
+        [(step.scored[request_id], found) for request_id, found in logprobs.items() if request_id in alive],
+        dropped,
+    )
+
+
+def _drawn_on_device(step: LaunchedStep, alive: Container[int]) -> tuple[list[Outcome], int]:
+    outcomes, dropped = [], 0
+    tokens = [] if step.tokens is None else step.tokens.tolist()
+    for live, token in zip(step.requests, tokens, strict=True):
+        if live.request.id not in alive:
+            dropped += 1
+        elif token < 0:
+            outcomes.append(Outcome(live, [], error=InvalidScoresError(INVALID_SCORES)))
+        else:
+            outcomes.append(Outcome(live, [token]))
+    return outcomes, dropped
+
+
+def _drawn_on_host(step: LaunchedStep, alive: Container[int], sampler: Sampler) -> list[Outcome]:
+    on_host = [(live, logits) for live, logits in step.on_host if live.request.id in alive]
+    if not on_host:
+        return []
+    requests, first = [], 0
+    for live, logits in on_host:
+        requests.append((live, range(first, first + len(logits))))
+        first += len(logits)
+    return draw_rows(requests, StepOutput(torch.cat([logits for _, logits in on_host]), None), sampler)
+
+
+def _enter(scheduler: Scheduler, outcome: Outcome, learn: Learn) -> None:
+    live, tokens = outcome.live, outcome.tokens
+    if live.request.pending:
+        if tokens:
+            scheduler.settle(live.request.id, tokens[0])
+        return
+    if outcome.num_drafts:
+        accepted = max(0, len(tokens) - 1)
+        learn(live.request.id, outcome.num_drafts, accepted)
+        scheduler.reject_drafts(live.request.id, outcome.num_drafts - accepted)
+    if tokens:
+        scheduler.append_tokens(live.request.id, tokens[-1:])

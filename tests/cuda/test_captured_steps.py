@@ -1,0 +1,213 @@
+"""Captured steps over a recorder that replays operations in fixed memory, as a CUDA graph does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from batches import alone, random_prompts
+from engine.hooks import WAIT_SECONDS, paused
+from families import build_tiny
+from standin.fake_flashinfer import Misuse
+
+import hfpaged
+from hfpaged.runtime.batch import StepBatch
+from hfpaged.runtime.device.inputs import padded
+
+GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+NEW = 10
+
+
+@pytest.fixture
+def patched(cuda):
+    models = []
+
+    def build(family="llama", **options):
+        model = build_tiny(family)
+        model.patch(**options)
+        models.append(model)
+        return model, hfpaged.engine(model)
+
+    yield build
+    for model in models:
+        model.unpatch()
+
+
+def captured(engine):
+    return engine._stepper.workspace.tier.captured
+
+
+def together(engine, prompts, new=NEW, **options):
+    """All prompts at once, in the same steps."""
+    engine.submit([5], max_new_tokens=1, **GREEDY).result(WAIT_SECONDS)
+    with paused(engine):
+        handles = [engine.submit(prompt, max_new_tokens=new, **{**GREEDY, **options}) for prompt in prompts]
+    return [handle.result(WAIT_SECONDS) for handle in handles]
+
+
+def stock(family, prompts, new=NEW):
+    model = build_tiny(family)
+    return [alone(model, prompt, max_new_tokens=new, **GREEDY) for prompt in prompts]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_replays_give_the_same_texts(patched, cuda, family, rows):
+    prompts = random_prompts((20, 5, 33)[:rows])
+    _, engine = patched(family)
+    assert together(engine, prompts) == stock(family, prompts)
+    counted = engine.stats()
+    if counted["capture_problem"]:
+        # Its experts are found on the host; that is named, and the step runs uncaptured.
+        assert "cannot be captured" in counted["capture_problem"]
+        assert family in ("gpt_oss", "deepseek_v3")
+    else:
+        # One step to read the prompts, one to warm up this size.
+        assert counted["captured_steps"] == NEW - 2
+        assert cuda.device.captures == 1
+
+
+def test_a_batch_is_padded_to_the_next_size(patched):
+    prompts = random_prompts((4, 5, 6, 7, 8, 9, 10, 11, 12))
+    _, engine = patched()
+    assert together(engine, prompts[:3]) == stock("llama", prompts[:3])
+    assert captured(engine).sizes == [4]
+    assert together(engine, prompts) == stock("llama", prompts)
+    assert captured(engine).sizes == [4, 16]
+
+
+def test_rows_that_end_make_the_batch_smaller(patched):
+    prompts = random_prompts((4, 5, 6, 7, 8))
+    _, engine = patched()
+    engine.submit([5], max_new_tokens=1, **GREEDY).result(WAIT_SECONDS)
+    lengths = (3, 6, 9, 12, 15)
+    with paused(engine):
+        handles = [
+            engine.submit(prompt, max_new_tokens=new, **GREEDY) for prompt, new in zip(prompts, lengths, strict=True)
+        ]
+    texts = [handle.result(WAIT_SECONDS) for handle in handles]
+    assert texts == [text[:new] for text, new in zip(stock("llama", prompts, 15), lengths, strict=True)]
+    assert len(captured(engine).sizes) >= 2
+
+
+def test_sampled_rows_are_drawn_behind_the_replay(patched):
+    prompts = random_prompts((20, 5))
+    options = {"do_sample": True, "temperature": 1.5, "top_k": 20, "hfpaged": {"seed": 3}}
+    _, engine = patched()
+    drawn = together(engine, prompts, **options)
+    assert engine.stats()["captured_steps"] == NEW - 2
+    _, plain = patched(attention_backend="torch")
+    assert drawn == together(plain, prompts, **options)
+
+
+def test_every_replay_comes_after_a_plan_for_it(patched, monkeypatch):
+    """The stand-in notices where it does not: a replay with the plan of the step before gives wrong numbers."""
+    prompts = random_prompts((20, 5))
+    _, engine = patched()
+    together(engine, prompts)
+    backend = engine._stepper.workspace.backend
+    begin = backend.begin_ahead
+    monkeypatch.setattr(
+        backend, "begin_ahead", lambda batch, slots, size=None: None if size else begin(batch, slots, size)
+    )
+    handle = engine.submit(prompts[0], max_new_tokens=NEW, **GREEDY)
+    engine.submit(prompts[0], max_new_tokens=NEW, **GREEDY)
+    with pytest.raises(Misuse, match="plan of the one before"):
+        handle.result(WAIT_SECONDS)
+
+
+def test_padding_never_writes_into_the_pool(patched):
+    """The padding rows' slot is in a block behind the pool."""
+    _, engine = patched(num_blocks=16)
+    together(engine, random_prompts((4, 5, 6)))
+    workspace = engine._stepper.workspace
+    assert workspace.cache.layers[0].key.shape[0] == 17
+    written = [not layer.key[16].isnan().all() for layer in workspace.cache.layers]
+    assert all(written)
+    assert workspace.pool.num_blocks == 16
+
+
+def test_padding_of_a_batch():
+    batch = StepBatch(
+        token_ids=np.array([7, -1, 9]),
+        positions=np.array([4, 20, 0]),
+        slots=np.array([20, 36, 0]),
+        query_start=np.array([0, 1, 2, 3], dtype=np.int32),
+        context_len=np.array([5, 21, 1], dtype=np.int32),
+        table_rows=np.array([3, 1, 2], dtype=np.int32),
+        block_tables=np.zeros((4, 4), dtype=np.int32),
+        block_size=16,
+        logit_rows=np.arange(3),
+        feedback=np.array([-1, 2, -1]),
+    )
+    wide = padded(batch, 5, padding_block=40)
+    assert wide.token_ids.tolist() == [7, -1, 9, 0, 0]
+    assert wide.feedback.tolist() == [-1, 2, -1, -1, -1]
+    assert wide.slots.tolist() == [20, 36, 0, 640, 640]
+    assert wide.context_len.tolist() == [5, 21, 1, 1, 1]
+    assert wide.table_rows.tolist() == [3, 1, 2, 0, 0]
+    assert wide.query_start.tolist() == [*wide.logit_rows.tolist(), 5]
+    assert padded(batch, 3, padding_block=40) is batch
+
+
+def test_a_step_that_cannot_be_captured_runs_uncaptured_and_says_why(patched, cuda):
+    cuda.device.fails_to_capture = True
+    prompts = random_prompts((20, 5))
+    _, engine = patched()
+    assert together(engine, prompts) == stock("llama", prompts)
+    counted = engine.stats()
+    assert counted["captured_steps"] == 0
+    assert counted["capture_problem"].startswith("the step cannot be captured (RuntimeError")
+
+
+def test_capturing_stops_when_its_memory_is_used_up(patched, cuda):
+    cuda.device.memory, cuda.device.memory_of_a_capture = 1 << 30, 1 << 27
+    prompts = random_prompts((4, 5, 6, 7, 8))
+    _, engine = patched(num_blocks=64)
+    together(engine, prompts[:1])
+    assert engine.stats()["capture_problem"] == "the memory for captured steps is used up"
+    assert together(engine, prompts) == stock("llama", prompts)
+    assert captured(engine).sizes == [1]
+
+
+def test_weights_that_change_in_place_are_seen_and_moved_ones_captured_again(patched, cuda):
+    prompts = random_prompts((20, 5))
+    model, engine = patched()
+    together(engine, prompts)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    assert together(engine, prompts) == [alone_on_copy(model, prompt) for prompt in prompts]
+    assert captured(engine).sizes == [2]
+    captures = cuda.device.captures
+    state = {name: tensor * 1.01 for name, tensor in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    assert together(engine, prompts) == [alone_on_copy(model, prompt) for prompt in prompts]
+    assert cuda.device.captures > captures
+
+
+def test_weights_that_are_replaced_while_a_captured_step_reads_them_stay_in_memory(patched):
+    """Their requests end with one or the other, not with memory that is somebody else's by now."""
+    prompts = random_prompts((20, 5))
+    model, engine = patched()
+    together(engine, prompts)
+    held = [tensor.data_ptr() for tensor in captured(engine)._held]
+    before = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    assert set(before.values()) <= set(held)
+    assert not set(before.values()) & {tensor.data_ptr() for tensor in model.parameters()}
+
+
+def alone_on_copy(model, prompt):
+    fresh = build_tiny("llama")
+    fresh.load_state_dict(model.state_dict())
+    return alone(fresh, prompt, max_new_tokens=NEW, **GREEDY)
+
+
+def test_a_batch_with_more_pages_than_the_fixed_tables_hold_runs_uncaptured(patched, monkeypatch):
+    from hfpaged.runtime.attention import flashinfer_backend
+
+    monkeypatch.setattr(flashinfer_backend, "FIXED_PAGES", 3)
+    prompts = random_prompts((40, 40))
+    _, engine = patched()
+    assert together(engine, prompts) == stock("llama", prompts)
+    assert engine.stats()["captured_steps"] == 0
