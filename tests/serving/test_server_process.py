@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ import httpx
 import psutil
 import pytest
 from serving.conftest import eventually
+
+from hfpaged.cli.main import main
 
 for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package, reason="needs pip install 'hfpaged[serve]'")
@@ -72,20 +75,24 @@ class ServeProcess:
 
 
 @pytest.fixture
-def serve(model_directory: Path, tmp_path: Path) -> Iterator:
+def serve(model_directory: Path) -> Iterator:
     started = []
+    # Short, because a Unix socket's address is.
+    folder = tempfile.TemporaryDirectory(prefix="s")
 
     @contextlib.contextmanager
     def start(*options: str) -> Iterator[ServeProcess]:
-        server = ServeProcess(model_directory, tmp_path, *options)
+        server = ServeProcess(model_directory, Path(folder.name), *options)
         started.append(server)
         assert eventually(lambda: server.status() == "ready" or server.popen.poll() is not None, 90), server.text()
+        assert server.popen.poll() is None, server.text()
         yield server
 
     yield start
     for server in started:
         server.popen.kill()
         server.popen.wait()
+    folder.cleanup()
 
 
 def post(server: ServeProcess, body: dict, answers: list) -> None:
@@ -135,7 +142,7 @@ def metrics(server: ServeProcess) -> str:
 def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(serve) -> None:
     with serve() as server:
         answers: list = []
-        client = threading.Thread(target=post, args=(server, {**ENDLESS, "stream": True}, answers))
+        client = threading.Thread(target=post, args=(server, {**ENDLESS, "stream": True, "max_tokens": 800}, answers))
         client.start()
         with server.http() as http:
             assert eventually(lambda: "hfpaged_running 1.0" in http.get("/metrics").text)
@@ -148,7 +155,7 @@ def test_sigterm_lets_running_requests_finish_and_takes_no_new_ones(serve) -> No
         assert answers == [(200, "done")]
         assert server.popen.wait(20) == 0
         entries = [json.loads(line) for line in server.text().splitlines() if line.startswith("{")]
-        finished = next(entry for entry in entries if entry.get("completion_tokens") == 2000)
+        finished = next(entry for entry in entries if entry.get("completion_tokens") == 800)
         assert finished["finish_reason"] == "length" and finished["prompt_tokens"] == len("hello")
         assert "Traceback" not in server.text()
 
@@ -171,18 +178,30 @@ def post_quietly(server: ServeProcess) -> None:
         post(server, ENDLESS, [])
 
 
+def test_a_model_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hfpaged.cli.main", "serve", "no/such/model"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2
+    assert re.search("hfpaged: error: cannot load 'no/such/model'", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["no/such/model"], "cannot load"),
-        ([".", "--engine", "block_size"], "NAME=VALUE"),
-        ([".", "--engine", "blok_size=16"], "unknown engine option"),
-        ([".", "--api-key-file", "no/such/file"], "cannot read the API key"),
+        (["--engine", "block_size"], "NAME=VALUE"),
+        (["--engine", "blok_size=16"], "unknown engine option"),
+        (["--engine", "block_size=0"], "block_size must be a positive integer"),
+        (["--api-key-file", "no/such/file"], "cannot read the API key"),
     ],
 )
-def test_user_errors_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "hfpaged.cli.main", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert done.returncode == 2
-    assert re.search(f"hfpaged: error: .*{message}", done.stderr)
-    assert "Traceback" not in done.stderr
+def test_user_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", ".", *arguments]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("hfpaged: error: ") and message in lines[0]
+
+
+def test_a_short_api_key_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv("HFPAGED_API_KEY", "hunter2")
+    assert main(["serve", "."]) == 2
+    assert "hunter2" not in capsys.readouterr().err
