@@ -137,6 +137,10 @@ def soak(server, expected: list[str], seconds: float) -> None:
     assert levels[-1] - settled < 48 << 20, [level >> 20 for level in levels]
 
 
+def test_memory_is_flat_under_a_few_crowds(server, expected: list[str]) -> None:
+    soak(server, expected, 8)
+
+
 @pytest.mark.slow
 def test_memory_is_flat_under_load(server, expected: list[str]) -> None:
     soak(server, expected, 600)
