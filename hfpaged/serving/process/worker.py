@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 
 import torch
+import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
 import hfpaged
@@ -69,6 +70,8 @@ def _end_with_client(settings: CoreSettings) -> None:
 
 
 def _load(settings: CoreSettings, report: Callable[[str, float], None]) -> tuple[PreTrainedModel, ModelInfo]:
+    # It warns about options of single requests, which are answered, not logged.
+    transformers.logging.set_verbosity_error()
     set_threads(settings.threads)
     report("loading weights", 0.0)
     with weights_progress(lambda fraction: report("loading weights", fraction)):
