@@ -22,13 +22,9 @@ from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.recognize import recognize_model
 from hfpaged.program.rotary import require_fixed_frequencies
 from hfpaged.program.step_arrays import CachePointers, KVPairs, make_step
-from hfpaged.program.threads import MIN_THREAD_SECONDS, ThreadPolicy
+from hfpaged.program.threads import MIN_THREAD_SECONDS, ThreadPolicy, single_thread_seconds
 from hfpaged.program.trace import trace_forward
 from hfpaged.program.verify import Verifier
-
-# Rough speeds of one thread, to tell small steps from large ones.
-_BYTES_PER_SECOND = 2e10
-_MULTIPLY_ADDS_PER_SECOND = 7e10
 
 
 class StepProgram:
@@ -148,6 +144,4 @@ class StepProgram:
 
     def _seconds(self, tokens: int) -> float:
         """Rough time of a step of `tokens` tokens on one thread."""
-        reads = self._native.packed_bytes / _BYTES_PER_SECOND
-        multiply_adds = tokens * self._native.num_elements
-        return max(reads, multiply_adds / _MULTIPLY_ADDS_PER_SECOND)
+        return single_thread_seconds(self._native.packed_bytes, tokens * self._native.num_elements)

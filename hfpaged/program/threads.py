@@ -13,12 +13,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 MIN_THREAD_SECONDS = 40e-6  # a thread is woken for this much work at least
+# Rough speeds of one thread, to tell small steps from large ones.
+_BYTES_PER_SECOND = 2e10
+_MULTIPLY_ADDS_PER_SECOND = 7e10
 _CGROUP = Path("/sys/fs/cgroup")
 
 _SMOOTHING = 0.25  # weight of the newest time
 _GAIN = 0.93  # another number of threads takes over below this fraction of the present one's time
 _FIRST_INTERVAL, _LAST_INTERVAL = 8, 128  # steps between two trials: doubled when a trial changed nothing
 _SURPRISE = 1.5  # a step this much slower than usual asks for a trial soon
+
+
+def single_thread_seconds(num_bytes: int, multiply_adds: int) -> float:
+    """Rough time that one thread takes to read that much and compute that much, whichever is longer."""
+    return max(num_bytes / _BYTES_PER_SECOND, multiply_adds / _MULTIPLY_ADDS_PER_SECOND)
 
 
 def usable_cpus(cgroup: Path = _CGROUP) -> int:

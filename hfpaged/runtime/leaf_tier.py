@@ -7,17 +7,13 @@ import time
 from hfpaged.fusion.registry import FusionRefused
 from hfpaged.program.description import NotRecognized
 from hfpaged.program.panels import PackedMatrix
-from hfpaged.program.threads import ThreadPolicy
+from hfpaged.program.threads import ThreadPolicy, single_thread_seconds
 from hfpaged.runtime.attention.interface import AttentionBackend
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.leaves.leaves import Leaves
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.runtime.tiers import ModuleTier, StepOutput, Tier
 from hfpaged.runtime.view import EngineView
-
-# Rough speeds of one thread, to tell small steps from large ones.
-_BYTES_PER_SECOND = 2e10
-_MULTIPLY_ADDS_PER_SECOND = 7e10
 
 
 class LeafTier(Tier):
@@ -93,4 +89,4 @@ class LeafTier(Tier):
 
     def _seconds(self, tokens: int) -> float:
         """Rough time of a step of `tokens` tokens on one thread."""
-        return max(self._num_bytes / _BYTES_PER_SECOND, tokens * self._num_weights / _MULTIPLY_ADDS_PER_SECOND)
+        return single_thread_seconds(self._num_bytes, tokens * self._num_weights)

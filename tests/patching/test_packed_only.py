@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -261,3 +262,24 @@ def test_it_needs_packed_weights():
     model = build().patch(packed_only=True, attention_backend="torch")
     with pytest.raises(ConfigError, match="packed_only=True needs packed weights"):
         hfpaged.engine(model).submit([5, 6, 7], max_new_tokens=1).result()
+
+
+@pytest.mark.parametrize("tier", ["program", "leaves"])
+def test_other_threads_compute_and_save_meanwhile(tier):
+    model, before = patched(tier=tier)
+    ids = torch.tensor([PROMPTS[0]])
+    with torch.no_grad():
+        logits, expected = model(ids).logits, greedy(model, PROMPTS)
+
+    def compute(_):
+        with torch.no_grad():
+            return torch.equal(model(ids).logits, logits)
+
+    def save(_):
+        return all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+    with ThreadPoolExecutor(2) as others:
+        running = [others.map(compute, range(20)), others.map(save, range(20))]
+        texts = [greedy(model, PROMPTS) for _ in range(5)]
+        assert all(all(results) for results in running)
+    assert texts == [expected] * 5
