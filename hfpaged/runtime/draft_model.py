@@ -91,18 +91,19 @@ class DraftModel:
         """Give up all blocks."""
         self._steps.release()
 
-    def propose(self, limits: dict[int, int]) -> dict[int, list[int]]:
+    def propose(self, limits: dict[int, int], batch: int) -> dict[int, list[int]]:
         """Guesses for requests that have one token left to compute.
 
         Args:
             limits: the most tokens that each may be given, by request id.
+            batch: requests that share a step of the target.
 
         Returns:
             The guesses by request id; requests whose texts the draft model has still to read get none.
         """
         texts = [self._texts[request_id] for request_id in limits if request_id in self._texts]
         for text in texts:
-            text.guesses, text.wanted = [], min(text.length.next(), limits[text.request.id])
+            text.guesses, text.wanted = [], min(text.length.next(batch), limits[text.request.id])
         texts = [text for text in texts if text.wanted]
         for text in texts:
             self._catch_up(text)

@@ -56,11 +56,12 @@ class Speculation:
             draft_model.release()
         self._draft_models.clear()
 
-    def propose(self, spare: int) -> dict[int, list[int]]:
+    def propose(self, spare: int, batch: int) -> dict[int, list[int]]:
         """Guesses by request id, for requests that have only one token left to compute.
 
         Args:
             spare: how many tokens the step has room for beside one of every request.
+            batch: requests that share a step.
         """
         share = spare // max(1, len(self._requests))
         limits = {
@@ -70,13 +71,13 @@ class Speculation:
             if (room := request.max_tokens - len(request.tokens) - 1) > 0 and share > 0 and request.can_draft
         }
         found = {
-            request_id: self._lookups[request_id].propose(self._requests[request_id].tokens, limit)
+            request_id: self._lookups[request_id].propose(self._requests[request_id].tokens, limit, batch)
             for request_id, limit in limits.items()
             if request_id in self._lookups
         }
         for draft_model in set(self._drafted_by.values()):
             mine = {one: limit for one, limit in limits.items() if self._drafted_by.get(one) is draft_model}
-            found.update(draft_model.propose(mine))
+            found.update(draft_model.propose(mine, batch))
         return found
 
     def learn(self, request_id: int, guessed: int, accepted: int) -> None:

@@ -213,7 +213,7 @@ class Stepper:
     def _propose_drafts(self) -> None:
         """Let requests that speculate guess ahead, where one token is all they have left to compute."""
         spare = self._config.max_batch_tokens - len(self.live)
-        for request_id, tokens in self._speculation.propose(spare).items():
+        for request_id, tokens in self._speculation.propose(spare, len(self.live)).items():
             self._workspace_of(request_id).scheduler.append_drafts(request_id, tokens)
 
     def _commit(self, workspace: Workspace, plan: Plan, output: StepOutput, outcomes: list[Outcome]) -> None:
@@ -419,7 +419,7 @@ class Stepper:
         """An engine for a model that guesses ahead, over as many tokens as this one's."""
         original_class = getattr(type(model), "_hfpaged_original_class", type(model))
         blocks = self.workspace.pool.num_blocks
-        config = replace(self._config, num_blocks=blocks, tier="auto", attention_backend="auto")
+        config = replace(self._config, num_blocks=blocks, tier="auto", attention_backend="auto", packed_only=False)
         fallbacks = self._counters.fallbacks
         stepper = Stepper(model, original_class, config, EngineCounters(), runs_ahead=False)
         return DraftModel(stepper, on_failure=lambda: fallbacks.update(["draft model failed"]))

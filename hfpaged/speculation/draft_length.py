@@ -1,17 +1,15 @@
-"""DraftLength: how many tokens to guess ahead, from how often guesses were right."""
+"""DraftLength: how many tokens to guess ahead, from how often guesses were right and from what a wrong one costs."""
 
 from __future__ import annotations
 
 import math
 
-# Guess as far ahead as the chance that all of it stands is at least this.
-LEAST_CHANCE = 0.4
-# Guesses that are right less often than this cost more than they bring.
-LEAST_ACCEPTANCE = 0.3
+# A step costs about as much as this many tokens before it computes the first one: it reads the weights.
+STEP_COST_IN_TOKENS = 8
 # How fast earlier steps are forgotten.
 MEMORY = 0.8
 # After this many steps without guesses, try again.
-RETRY_AFTER = 16
+RETRY_AFTER = 32
 
 
 class DraftLength:
@@ -27,11 +25,17 @@ class DraftLength:
         self._right, self._judged = 4.0, 5.0
         self._idle_steps = 0
 
-    def next(self) -> int:
-        """Tokens to guess now, perhaps none."""
-        acceptance = self._right / self._judged
-        if acceptance >= LEAST_ACCEPTANCE:
-            return max(1, min(self.most, int(math.log(LEAST_CHANCE) / math.log(min(acceptance, 0.99)))))
+    def next(self, batch: int = 1) -> int:
+        """Tokens to guess now, perhaps none: as far ahead as a guess is likely enough to stand.
+
+        Args:
+            batch: requests that share a step. The more there are, the less a saved step is worth to each, and the more
+                likely a guess must be.
+        """
+        least_chance = batch / (batch + STEP_COST_IN_TOKENS)
+        acceptance = min(self._right / self._judged, 0.99)
+        if acceptance >= least_chance:
+            return max(1, min(self.most, int(math.log(least_chance) / math.log(acceptance))))
         self._idle_steps += 1
         return 0 if self._idle_steps % RETRY_AFTER else 1
 

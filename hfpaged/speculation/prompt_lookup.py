@@ -8,11 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LEAST_ACCEPTANCE = 0.3
-# How much a step's outcome counts in the running mean of accepted drafts.
-MEMORY = 0.25
-# After this many steps without drafts, try again: the text may have come to a part that repeats.
-RETRY_AFTER = 16
+from hfpaged.speculation.draft_length import DraftLength
 
 
 class PromptLookup:
@@ -24,41 +20,28 @@ class PromptLookup:
     """
 
     def __init__(self, num_tokens: int, max_ngram: int = 2):
-        self.num_tokens = num_tokens
         self.max_ngram = max_ngram
         self._ends: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_ngram)]
         self._indexed = 0
-        self._acceptance = 1.0
-        self._idle_steps = 0
+        self._length = DraftLength(num_tokens)
 
-    def propose(self, tokens: Sequence[int], limit: int) -> list[int]:
+    def propose(self, tokens: Sequence[int], limit: int, batch: int = 1) -> list[int]:
         """A guess of what comes after `tokens`, at most `limit` long; [] if there is nothing to go by.
 
         Args:
             tokens: the sequence, which only ever grows between calls.
+            batch: requests that share a step.
         """
         self._index(tokens)
-        length = min(self._length(), limit)
-        if length < 1:
-            return []
         for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
             end = self._ends[size - 1].get(tuple(tokens[-size:]))
             if end is not None:
-                return list(tokens[end : end + length])
+                return list(tokens[end : end + min(self._length.next(batch), limit)])
         return []
 
     def learn(self, proposed: int, accepted: int) -> None:
         """How many of the last proposal's tokens were right."""
-        self._acceptance += MEMORY * (accepted / proposed - self._acceptance)
-
-    def _length(self) -> int:
-        """Drafts that are mostly wrong cost more than they bring: then none, but for a try now and then."""
-        if self._acceptance >= LEAST_ACCEPTANCE:
-            return max(1, round(self.num_tokens * min(1.0, self._acceptance + 0.25)))
-        self._idle_steps += 1
-        if self._idle_steps % RETRY_AFTER:
-            return 0
-        return max(1, self.num_tokens // 2)
+        self._length.learn(proposed, accepted)
 
     def _index(self, tokens: Sequence[int]) -> None:
         """Note where each n-gram ends, the last one excepted: it is what will be looked up."""

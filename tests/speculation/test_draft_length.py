@@ -11,8 +11,15 @@ def learned(guessed: int, accepted: int, steps: int = 20) -> DraftLength:
 def test_the_better_the_guesses_the_further_ahead_they_go():
     lengths = [learned(5, accepted).next() for accepted in (1, 2, 4, 5)]
     assert lengths == sorted(lengths)
-    assert lengths[0] == 1
+    assert lengths[0] < 5
     assert lengths[-1] == 12
+
+
+def test_the_more_share_a_step_the_surer_a_guess_must_be():
+    lengths = [learned(5, 4).next(batch) for batch in (1, 4, 16, 64)]
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > 5
+    assert lengths[-1] <= 1
 
 
 def test_a_wrong_guess_counts_once_however_many_follow_it():

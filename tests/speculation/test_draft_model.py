@@ -91,7 +91,7 @@ def test_seeded_text_does_not_depend_on_the_draft(target, draft):
         assert singly == want
         stats = hfpaged.engine(target).stats()
         if draft == "nearly itself":  # coupled by the noise, models that are alike draw alike
-            assert stats["accepted_tokens"] > 0.5 * stats["draft_tokens"]
+            assert stats["accepted_tokens"] > 0.25 * stats["draft_tokens"]
 
 
 def test_distribution_is_the_targets(target):

@@ -7,7 +7,8 @@ import torch
 from batches import left_padded
 
 import hfpaged
-from hfpaged.speculation.prompt_lookup import RETRY_AFTER, PromptLookup
+from hfpaged.speculation.draft_length import RETRY_AFTER
+from hfpaged.speculation.prompt_lookup import PromptLookup
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14] * 2, [20, 21, 22], [30 + i for i in range(25)]]
 
