@@ -76,9 +76,10 @@ def test_metrics_count_what_happened(server) -> None:
         return float(next(line for line in lines if line.startswith(name + " ")).split()[-1])
 
     before = {name: value(name) for name in ("hfpaged_generated_tokens_total", "hfpaged_queue_seconds_count")}
-    body = {"model": "tiny", "prompt": "hello", "max_tokens": 7, "ignore_eos": True}
+    # More than arrive in one message, so that there is a time between two.
+    body = {"model": "tiny", "prompt": "hello", "max_tokens": 700, "ignore_eos": True}
     assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
-    assert value("hfpaged_generated_tokens_total") == before["hfpaged_generated_tokens_total"] + 7
+    assert value("hfpaged_generated_tokens_total") == before["hfpaged_generated_tokens_total"] + 700
     assert value("hfpaged_queue_seconds_count") == before["hfpaged_queue_seconds_count"] + 1
     assert value("hfpaged_time_to_first_token_seconds_count") > 0
     assert value("hfpaged_inter_token_seconds_count") > 0
