@@ -32,6 +32,8 @@ class EngineConfig:
         release_after_call: free the KV pool as soon as no request is running (training loops).
         on_unsupported: what `generate` does with a call the engine cannot take for a reason of the model's
             own making: "stock" runs Transformers' own code, counted in `engine.stats()`; "raise" says so.
+        sentinel: have the model's own modules compute steps again whose logits are not finite, or that have a request
+            begin with one token eight times. None: for quantized models.
         tier: how a step is executed: "program" compiles the decoder into one native program (CPU), "leaves" runs the
             model's own layers with native linear modules, norms, MLPs and attention (CPU), "modules" runs the model's
             own forward around paged attention, "auto" takes the first of these that the model allows.
@@ -53,6 +55,8 @@ class EngineConfig:
     tier: Literal["auto", "program", "leaves", "modules"] = "auto"
     packed_only: bool = False
 
+    sentinel: bool | None = None
+
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_requests"):
             _require_positive_int(name, getattr(self, name))
@@ -63,6 +67,8 @@ class EngineConfig:
         for name in ("prefix_caching", "release_after_call", "packed_only"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.sentinel not in (None, True, False):
+            raise ConfigError(f"sentinel must be True, False or None, got {self.sentinel!r}")
         _require_choice("preemption", self.preemption, PREEMPTION)
         _require_choice("weights", self.weights, WEIGHTS)
         _require_choice("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)

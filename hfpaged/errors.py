@@ -93,6 +93,13 @@ class CheckpointError(HfpagedError, ValueError):
     """A checkpoint is incomplete, contradicts itself, or cannot be loaded. Names the tensor or field."""
 
 
+class FusionsDisabledError(HfpagedError):
+    """Fused code computed wrong numbers for a call that cannot be begun again."""
+
+    def __init__(self) -> None:
+        super().__init__("fused code computed wrong numbers for this call; it is off now, so call again")
+
+
 class CorruptOutputError(HfpagedError):
     """The model computes numbers that are not finite. `layer` names the module where they first appear."""
 

@@ -13,6 +13,7 @@ from hfpaged.config import EngineConfig
 from hfpaged.errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from hfpaged.generation.engine import Engine
 from hfpaged.generation.mixin import STATE_ATTRIBUTE, PagedGenerationMixin
+from hfpaged.quantization.lazy_weights import unpack_lazy_weights
 from hfpaged.support import support
 from hfpaged.unwrap import unwrap
 
@@ -104,6 +105,7 @@ def _put_engine_under(model: Any, config: EngineConfig) -> None:
     if reasons:
         raise UnsupportedModelError(reasons)
     original_class = type(model)
+    unpack_lazy_weights(model)
     engine = Engine(model, original_class, config)
     model.__class__ = _patched_class(original_class)
     model.__dict__[STATE_ATTRIBUTE] = engine

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import TextIO
 
 import hfpaged
-from hfpaged.cli import demo, env, generate, serve, support, verify
+from hfpaged.cli import demo, env, generate, inspect, quantize, serve, support, verify
 from hfpaged.cli.bench import command as bench
 from hfpaged.errors import HfpagedError
 
-COMMANDS = (generate, serve, verify, bench, demo, support, env)
+COMMANDS = (generate, serve, verify, bench, demo, support, inspect, quantize, env)
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -6,9 +6,10 @@ import textwrap
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hfpaged.errors import InputError
+from hfpaged.loading import from_pretrained
 from hfpaged.models.default_model import default_model
 
 LONGEST_REASON = 240
@@ -45,7 +46,7 @@ def load_model(name: str | None, dtype: str) -> tuple[PreTrainedModel, str]:
     """
     source, label = resolve(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        model = from_pretrained(source, dtype=dtype)
     except (OSError, ValueError) as error:
         raise _cannot_load(source, error) from error
     return model.eval().to("cuda" if torch.cuda.is_available() else "cpu"), label

@@ -12,7 +12,7 @@ from hfpaged.quantization.checkpoint import MODELOPT_FILE, Checkpoint
 from hfpaged.quantization.kv_scales import attach_kv_scales
 from hfpaged.quantization.plans import own_method
 from hfpaged.quantization.registration import METHOD
-from hfpaged.quantization.stock_check import check_loading_info, check_stock_checkpoint
+from hfpaged.quantization.stock_check import check_gguf, check_loading_info, check_stock_checkpoint
 
 ACTIVATIONS = ("emulate", "weight-only")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -35,12 +35,15 @@ def from_pretrained(path: str | Path, *, activations: str = "emulate", **kwargs:
     """
     if activations not in ACTIVATIONS:
         raise ConfigError(f"activations must be one of {', '.join(ACTIVATIONS)}, got {activations!r}")
+    if kwargs.get("gguf_file") is not None:
+        check_gguf(Path(path) / kwargs["gguf_file"])
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
     checkpoint = _checkpoint_at(path, kwargs)
     method = None if checkpoint is None else own_method(checkpoint)
     if method is not None:
         return _load_own(checkpoint, method, activations, kwargs)
     if checkpoint is not None:
-        check_stock_checkpoint(checkpoint, kwargs.get("gguf_file"))
+        check_stock_checkpoint(checkpoint)
     wants_info = kwargs.pop("output_loading_info", False)
     model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **kwargs)
     if checkpoint is not None:

@@ -17,15 +17,12 @@ _GGML_NVFP4 = 40
 _SYMMETRIC_ZEROS = {"gptq": 7, "gptq_v2": 8}
 
 
-def check_stock_checkpoint(checkpoint: Checkpoint, gguf_file: str | None = None) -> None:
+def check_stock_checkpoint(checkpoint: Checkpoint) -> None:
     """Refuse checkpoints that Transformers is known to misread.
 
     Raises:
         CheckpointError: saying which tensor or field is at fault.
     """
-    if gguf_file is not None:
-        _check_gguf(checkpoint.folder / gguf_file)
-        return
     config = checkpoint.quantization
     if config is None:
         _require_dense(checkpoint)
@@ -73,8 +70,12 @@ def _check_gptq(checkpoint: Checkpoint, config: dict[str, Any]) -> None:
                 )
 
 
-def _check_gguf(file: Path) -> None:
-    """NVFP4 tensors with a scale of their own: Transformers leaves the scale out."""
+def check_gguf(file: Path) -> None:
+    """Refuse a GGUF file with NVFP4 tensors that have a scale of their own: Transformers leaves the scale out.
+
+    Raises:
+        CheckpointError: naming the first scale.
+    """
     try:
         from gguf import GGUFReader
     except ImportError:

@@ -155,6 +155,13 @@ class GenerationHandle:
             self.tokens.append(token)
             self._notify()
 
+    def restart(self) -> None:
+        """What was drawn was wrong: drop it. Readers that have taken tokens already go on behind as many new ones."""
+        with self._changed:
+            for drawn in (self.tokens, self.scores, self.logits, self.logprobs):
+                drawn.clear()
+            del self.prompt_logprobs[:]
+
     def push_all(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Several tokens were drawn."""
         with self._changed:

@@ -7,7 +7,7 @@ change in place.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -41,13 +41,28 @@ def walk_modules(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def rebindable_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """A forward that compressed-tensors put on the instance; None: it has none.
+
+    It is a function of the module it is bound to and of nothing else: it rounds what goes in and out as the module's
+    own attributes say, so bound to a twin it computes the same.
+    """
+    own = vars(module).get("forward")
+    function = getattr(own, "__func__", None)
+    if function is None or own.__self__ is not module:
+        return None
+    # Its __module__ is that of the forward it wraps; its globals tell where it was written.
+    return function if str(function.__globals__.get("__name__")).startswith("compressed_tensors.") else None
+
+
 def has_own(module: nn.Module, method: str) -> bool:
     """Whether `method` of this instance is another than its class has.
 
     The class's own, bound to the instance, does not count: that is how accelerate leaves modules it took its hooks off.
+    Nor does a forward that runs a twin as well (see `rebindable_forward`).
     """
     own = vars(module).get(method)
-    if own is None:
+    if own is None or (method == "forward" and rebindable_forward(module) is not None):
         return False
     return getattr(own, "__self__", None) is not module or own.__func__ is not getattr(type(module), method)
 

@@ -44,6 +44,10 @@ class Runner:
             return StepOutput(torch.empty(0, 0), None)
         return self.tier.run(self._tables.build(plan, self._drawn_at), want_logits)
 
+    def recompute(self, plan: Plan, tier: Tier) -> StepOutput:
+        """The forward of the step that `run` has just run once more, by `tier`, with logits."""
+        return tier.run(self._tables.build(plan, self._drawn_at), True)
+
     def commit(self, plan: Plan, drawn: Sequence[int] = ()) -> None:
         """The books took the plan over: drop what it made superfluous.
 

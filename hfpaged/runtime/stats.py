@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from hfpaged.core.scheduler import SchedulerCounters
 from hfpaged.core.snapshot import BooksSnapshot
+from hfpaged.quantization.summary import quantized_modules
 from hfpaged.runtime.workspace import Workspace
 
 
@@ -54,6 +55,8 @@ class EngineCounters:
     weight_changes: int = 0
     failed_steps: int = 0
     ahead: AheadCounters = field(default_factory=AheadCounters)
+    sentinel_checks: int = 0
+    sentinel_corruptions: int = 0
 
 
 class EngineSnapshot(NamedTuple):
@@ -80,6 +83,8 @@ def engine_stats(counters: EngineCounters, workspaces: Sequence[Workspace]) -> d
         "steps": times.steps,
         "failed_steps": counters.failed_steps,
         "weight_changes": counters.weight_changes,
+        "sentinel_checks": counters.sentinel_checks,
+        "sentinel_corruptions": counters.sentinel_corruptions,
         "seconds_schedule": times.schedule,
         "seconds_forward": times.forward,
         "seconds_sample": times.sample,
@@ -101,6 +106,7 @@ def _description(workspace: Workspace | None) -> dict[str, Any]:
             "tier": None,
             "tier_reason": None,
             "tier_refusals": {},
+            "quantization": {},
             "capture_problem": None,
             "block_size": 0,
         }
@@ -111,6 +117,7 @@ def _description(workspace: Workspace | None) -> dict[str, Any]:
         "tier_reason": workspace.tier_reason,
         "tier_refusals": workspace.tier.refusals(),
         "capture_problem": workspace.tier.capture_problem,
+        "quantization": quantized_modules(workspace.view.model),
         "block_size": workspace.pool.block_size,
     }
 

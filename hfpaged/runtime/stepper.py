@@ -10,6 +10,7 @@ has then drawn a token too many, which is dropped. One whose tokens only the hos
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Iterable, Sequence
@@ -24,13 +25,15 @@ from hfpaged.core.plan import Plan
 from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.request import Request
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
-from hfpaged.errors import EngineReleasedError
+from hfpaged.errors import CorruptOutputError, EngineReleasedError, FusionsDisabledError
+from hfpaged.quantization.summary import is_quantized
 from hfpaged.runtime.device.launched_step import LaunchedStep
 from hfpaged.runtime.device.settlement import settle
 from hfpaged.runtime.draft_model import DraftModel
 from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, score_prompts, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
+from hfpaged.runtime.sentinel import FusionsDisagree, Sentinel
 from hfpaged.runtime.speculation import Speculation
 from hfpaged.runtime.stats import EngineCounters
 from hfpaged.runtime.tiers import StepOutput
@@ -40,6 +43,10 @@ from hfpaged.runtime.workspace import Workspace
 from hfpaged.sampling.device_draw import DrawSettings
 from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopChecker
+
+logger = logging.getLogger(__name__)
+
+FUSIONS_OFF = "the sentinel found that fused code computes something else than the modules"
 
 
 class Stepper:
@@ -76,6 +83,9 @@ class Stepper:
         self._speculation = Speculation()
         self._epoch = 0
         self._failed_once: set[Workspace] = set()
+        self._sentinel: Sentinel | None = None
+        if is_quantized(model) if config.sentinel is None else config.sentinel:
+            self._sentinel = Sentinel(lambda: EngineView(self.live_model(), original_class), counters)
         self._sampler = Sampler()
         self._stops = StopChecker()
 
@@ -176,12 +186,19 @@ class Stepper:
             if workspace.adapters is not None:
                 workspace.adapters.assign(plan, {entry.id: self.live[entry.id].spec.adapter for entry in plan.entries})
             output = workspace.runner.run(plan, wants_logits(plan, self.live))
+            if self._sentinel is not None and workspace.launcher is None:
+                self._sentinel.check_numbers(workspace, plan, output)
             ran = time.perf_counter()
             if workspace.launcher is not None:
                 launched = workspace.launcher.launch(plan, self.live, output)
             else:
                 outcomes = draw_tokens(plan, self.live, output, self._sampler)
+                if self._sentinel is not None:
+                    self._sentinel.check_tokens(workspace, plan, self.live, outcomes)
                 prompt_logprobs = score_prompts(plan, self.live, output)
+        except FusionsDisagree:
+            self._on_corrupt_fusions(workspace, plan)
+            return True
         except Exception as error:
             self._on_failed_step(workspace, plan, error)
             return True
@@ -296,12 +313,35 @@ class Stepper:
         while self._settle_oldest(workspace):
             pass
         self._counters.failed_steps += 1
-        if workspace not in self._failed_once:
+        if workspace not in self._failed_once and not isinstance(error, CorruptOutputError):
             self._failed_once.add(workspace)
             return
         self._failed_once.discard(workspace)
         failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in plan.sampled_rows()}
         self.end([self.live[request_id].handle for request_id in failed], "error", error)
+
+    def _on_corrupt_fusions(self, workspace: Workspace, plan: Plan) -> None:
+        """Fused code is not used for this model any more, and whatever it computed is computed again."""
+        logger.warning("hfpaged: %s; they are off from now on, and running requests begin again", FUSIONS_OFF)
+        self._counters.sentinel_corruptions += 1
+        workspace.scheduler.abort(plan)
+        workspace.runner.abort(plan)
+        self._config = replace(self._config, tier="modules", packed_only=False)
+        workspace.switch_to(*self._sentinel.plain_tier(workspace), FUSIONS_OFF)
+        self.drop_prefixes()
+        for request_id in list(workspace.scheduler.requests):
+            self._restart(workspace, self.live[request_id])
+
+    def _restart(self, workspace: Workspace, live: LiveRequest) -> None:
+        if live.spec.steered:
+            # Whoever steers it has gone on from wrong logits.
+            self.end([live.handle], "error", FusionsDisabledError())
+            return
+        workspace.scheduler.finish(live.handle.request_id)
+        workspace.runner.forget(live.handle.request_id)
+        self._speculation.forget(live.handle.request_id)
+        live.handle.restart()
+        self._add(replace(live.spec, fork_of=None), live.handle, ())
 
     def _on_idle(self) -> bool:
         for workspace in self.workspaces:

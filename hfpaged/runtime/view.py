@@ -10,6 +10,7 @@ training, scoring and saving are stock.
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import Any
 
 import torch
@@ -19,7 +20,15 @@ from transformers.configuration_utils import PretrainedConfig
 
 from hfpaged.compat import ATTENTION_NAME
 from hfpaged.errors import UnsupportedModelError
-from hfpaged.runtime.module_state import ModuleState, has_own, is_same, plain_attributes, snapshot, walk_modules
+from hfpaged.runtime.module_state import (
+    ModuleState,
+    has_own,
+    is_same,
+    plain_attributes,
+    rebindable_forward,
+    snapshot,
+    walk_modules,
+)
 from hfpaged.runtime.rope import pin_frequencies
 from hfpaged.runtime.step import StepContext
 
@@ -101,6 +110,9 @@ class _TwinBuilder:
         for name, value in plain_attributes(live):
             if name != "forward":
                 state[name] = self._config(value) if isinstance(value, PretrainedConfig) else value
+        wrapper = rebindable_forward(live)
+        if wrapper is not None:
+            state["forward"] = MethodType(wrapper, twin)
         state.update(
             _parameters=live._parameters,
             _buffers=live._buffers,

@@ -27,6 +27,7 @@ from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.runner import Runner, probe_layers
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.runtime.tier_choice import choose_tier, most_drawn_ahead
+from hfpaged.runtime.tiers import ModuleTier
 from hfpaged.runtime.view import EngineView
 
 GIB = 1 << 30
@@ -97,6 +98,19 @@ class Workspace:
     def suits(self, spec: RequestSpec) -> bool:
         """Whether a request may share steps with those that are here."""
         return self.state == spec.thread_state and (self.adapters is not None) == (spec.adapter is not None)
+
+    def plain_tier(self, view: EngineView) -> ModuleTier:
+        """The modules of another view of the same model, over this workspace's keys and values."""
+        self.released.restore()
+        probe_layers(view, self.state)
+        view.step.bind(self.backend, self.cache.layers)
+        return ModuleTier(view, self.backend, self.state)
+
+    def switch_to(self, view: EngineView, tier: ModuleTier, reason: str) -> None:
+        """Go on with another tier. The keys and values stay."""
+        self.view.step.unbind()
+        self.view, self.tier, self.tier_reason = view, tier, reason
+        self.runner.tier = tier
 
 
 def _blocks_for_memory(config: EngineConfig, device: torch.device, bytes_per_block: int) -> int:

@@ -13,7 +13,8 @@ namespace hfp {
 constexpr int kPanelColumns = 64;
 constexpr int kStepBytes = kPanelColumns * 4;
 
-struct StripWeight;  // strips.h
+struct Strip;  // both in strips.h
+struct StripWeight;
 
 struct PackedWeight {
   const char* panels;         // [panel_count][depth][64] words, 64-byte aligned; null with strips

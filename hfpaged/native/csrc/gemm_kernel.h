@@ -241,7 +241,7 @@ template <class T>
 Units strip_units_of(int rows, int panels);
 template <class T, class Epilogue>
 void multiply_strips(const InputRows<T>& in, const StripWeight& weight, int panels, int64_t begin, int64_t end,
-                     Epilogue& epilogue);
+                     const Strip* next, Epilogue& epilogue);
 
 template <class T>
 inline Units units_of(int rows, const PackedWeight& weight) {
@@ -274,12 +274,16 @@ void multiply_with_tile(const InputRows<T>& in, const PackedWeight& weight, int6
 }
 
 // Multiplies units [begin, end) and hands each tile of sums to epilogue(panel, first_row, rows, tile).
-// `next_product` is what this thread will read first in the next product, or null.
+// `next_product` is what this thread will read first in the next product, or null: part of a panel after a dense weight,
+// the first Strip after one in 4 bits.
 template <class T, class Epilogue>
 void multiply(const InputRows<T>& in, const PackedWeight& weight, int64_t begin, int64_t end, const char* next_product,
               Epilogue&& epilogue) {
   constexpr TileShape wide = kWideTile<T>;
-  if (weight.strips) return multiply_strips<T>(in, *weight.strips, weight.panel_count(), begin, end, epilogue);
+  if (weight.strips) {
+    const Strip* next = reinterpret_cast<const Strip*>(next_product);
+    return multiply_strips<T>(in, *weight.strips, weight.panel_count(), begin, end, next, epilogue);
+  }
   if (prefers_tall_tile<T>(in.count))
     multiply_with_tile<T, kTallTile.rows, kTallTile.vectors>(in, weight, begin, end, next_product, epilogue);
   else

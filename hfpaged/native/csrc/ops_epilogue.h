@@ -1,6 +1,6 @@
 // What happens to a tile of sums before it leaves the registers and the first-level cache.
 #pragma once
-#include "strips_kernel.h"
+#include "strips_multiply.h"
 #include "ops_math.h"
 #include "program.h"
 

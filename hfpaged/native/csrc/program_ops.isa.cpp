@@ -64,8 +64,11 @@ const char* first_panel_of_next_product(const Run& run, int32_t op_index, Share 
     const Op& op = run.ops[i];
     if (op.kind != OpKind::kProduct && op.kind != OpKind::kHead) continue;
     const PackedWeight& weight = op.kind == OpKind::kProduct ? op.product.weight : op.head.weight;
-    if (weight.strips) return nullptr;
-    return weight.panel(share.begin(weight.panel_count()));
+    // A kernel fetches only what it knows the layout of.
+    if (!weight.strips != !run.ops[op_index].product.weight.strips) return nullptr;
+    int64_t panel = share.begin(weight.panel_count());
+    if (!weight.strips) return weight.panel(panel);
+    return reinterpret_cast<const char*>(weight.strips->strips + panel * kPanelVectors);
   }
   return nullptr;
 }

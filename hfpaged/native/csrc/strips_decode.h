@@ -6,15 +6,17 @@
 namespace hfp {
 namespace HFP_ISA {
 
-// The value of each code, as a table for decode16.
-struct CodeTable {
-  alignas(64) float values[16];
+// The value of each code: rows by CodeKind.
+alignas(64) constexpr float kCodeValues[2][16] = {
+    {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f, -0.f, -0.5f, -1.f, -1.5f, -2.f, -3.f, -4.f, -6.f},
+    {-8.f, -7.f, -6.f, -5.f, -4.f, -3.f, -2.f, -1.f, 0.f, 1.f, 2.f, 3.f, 4.f, 5.f, 6.f, 7.f},
+};
 
-  explicit CodeTable(CodeKind kind) {
-    constexpr float e2m1[8] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
-    for (int code = 0; code < 16; code++)
-      values[code] = kind == CodeKind::kInt4 ? static_cast<float>(code - 8) : code < 8 ? e2m1[code] : -e2m1[code - 8];
-  }
+// A table for decode16.
+struct CodeTable {
+  const float* values;
+
+  explicit CodeTable(CodeKind kind) : values(kCodeValues[static_cast<int>(kind)]) {}
 };
 
 // Values of the codes at bit `shift` of sixteen words.
@@ -67,8 +69,7 @@ struct CodeTableBf16 {
   __m512i values;
 
   explicit CodeTableBf16(CodeKind kind) {
-    CodeTable wide(kind);
-    __m256i bits = bf16_bits(load16(wide.values));
+    __m256i bits = bf16_bits(load16(CodeTable(kind).values));
     values = _mm512_inserti64x4(_mm512_castsi256_si512(bits), bits, 1);
   }
 };

@@ -1,35 +1,19 @@
-// The matrix product with packed 4-bit weights. As in gemm_kernel.h, every element is one chain of operations in
-// ascending k whatever the tile: the products of a group are added up, the sum is scaled and added to the total.
+// One tile of the matrix product with packed 4-bit weights. As in gemm_kernel.h, every element is one chain of operations
+// in ascending k whatever the tile: the products of a group are added up, the sum is scaled and added to the total.
 #pragma once
 #include "strips_decode.h"
+#include "strips_multiply.h"
 
 namespace hfp {
 namespace HFP_ISA {
 
-// The sums of a group and the totals of all groups both stay in registers, so tiles are smaller than for dense weights.
-// Few rows take whole panels, so that a decoded weight costs little and memory is read in four streams.
+// The sums of a group and the totals of all groups both stay in registers. Few rows take whole panels, so that memory is
+// read in four streams; many take one strip at a time, so that each decoded weight serves as many rows as it can.
 #if defined(__AVX512F__)
-template <class T>
-constexpr TileShape kStripTile = {4, 2};
-#if defined(__AVX512BF16__)
-template <>
-constexpr TileShape kStripTile<bf16> = {6, 2};
-#endif
-constexpr int kFewRows = 2;
+constexpr int kFewRows = 2, kSomeRows = 4;
 #else
-template <class T>
-constexpr TileShape kStripTile = {2, 1};
-constexpr int kFewRows = 0;
+constexpr int kFewRows = 0, kSomeRows = 0;
 #endif
-
-template <class T>
-struct StripTileArgs {
-  const Strip* strips;
-  const Strip* ahead;  // as many strips, to be fetched meanwhile; null: none
-  const T* input;      // first row of the tile
-  int64_t input_stride;
-  int groups, group_words;
-};
 
 template <class T, int Rows, int Vectors, int J>
 inline void accumulate_pair(typename PairStep<T>::Words (&words)[Vectors], const typename PairStep<T>::Table& table,
@@ -101,51 +85,22 @@ inline void strip_kernel_for_rows(int rows, const StripTileArgs<T>& args, const 
   strip_kernel<T, kScales, Rows, Vectors>(args, table, tile, first_vector);
 }
 
-template <class T>
-inline Units strip_units_of(int rows, int panels) {
-  int tile_rows = kStripTile<T>.rows;
-  int row_tiles = (rows + tile_rows - 1) / tile_rows;
-  return {row_tiles, static_cast<int64_t>(panels) * row_tiles};
-}
-
-// Multiplies units [begin, end) and hands each tile of sums to epilogue(panel, first_row, rows, tile).
-template <class T, ScaleKind kScales, class Epilogue>
-void multiply_strips_scaled(const InputRows<T>& in, const StripWeight& weight, int panels, int64_t begin, int64_t end,
-                            Epilogue& epilogue) {
-  constexpr TileShape shape = kStripTile<T>;
-  typename PairStep<T>::Table table(weight.codes);
-  int row_tiles = strip_units_of<T>(in.count, panels).row_tiles;
-  alignas(64) Tile tile;
-  for (int64_t unit = begin; unit < end; unit++) {
-    int panel = static_cast<int>(unit / row_tiles), row_tile = static_cast<int>(unit % row_tiles);
-    int first = static_cast<int>(static_cast<int64_t>(in.count) * row_tile / row_tiles);
-    int rows = static_cast<int>(static_cast<int64_t>(in.count) * (row_tile + 1) / row_tiles) - first;
-    const Strip* strips = weight.strips + static_cast<int64_t>(panel) * kPanelVectors;
-    const Strip* ahead = row_tile == 0 && panel + 1 < panels ? strips + kPanelVectors : nullptr;
-    StripTileArgs<T> args = {strips, ahead, in.data + first * in.stride, in.stride, weight.groups, weight.group_words};
-    if (rows <= kFewRows) {
-      strip_kernel_for_rows<T, kScales, kFewRows ? kFewRows : 1, kPanelVectors>(rows, args, table, tile, 0);
-    } else {
-      for (int v = 0; v < kPanelVectors; v += shape.vectors) {
-        args.strips = strips + v;
-        args.ahead = ahead ? ahead + v : nullptr;
-        strip_kernel_for_rows<T, kScales, shape.rows, shape.vectors>(rows, args, table, tile, v);
-      }
+template <class T, ScaleKind kScales>
+void strip_tile(int rows, StripTileArgs<T> args, Tile& tile) {
+  typename PairStep<T>::Table table(args.codes);
+  if constexpr (kFewRows > 0) {
+    if (rows <= kFewRows) return strip_kernel_for_rows<T, kScales, kFewRows, 4>(rows, args, table, tile, 0);
+    if (rows <= kSomeRows) {
+      strip_kernel_for_rows<T, kScales, kSomeRows, 2>(rows, args, table, tile, 0);
+      args.strips += 2;
+      if (args.ahead) args.ahead += 2;
+      return strip_kernel_for_rows<T, kScales, kSomeRows, 2>(rows, args, table, tile, 2);
     }
-    epilogue(panel, first, rows, tile);
   }
-}
-
-template <class T, class Epilogue>
-void multiply_strips(const InputRows<T>& in, const StripWeight& weight, int panels, int64_t begin, int64_t end,
-                     Epilogue& epilogue) {
-  switch (weight.scales) {
-    case ScaleKind::kE4m3:
-      return multiply_strips_scaled<T, ScaleKind::kE4m3>(in, weight, panels, begin, end, epilogue);
-    case ScaleKind::kE8m0:
-      return multiply_strips_scaled<T, ScaleKind::kE8m0>(in, weight, panels, begin, end, epilogue);
-    case ScaleKind::kFp32:
-      return multiply_strips_scaled<T, ScaleKind::kFp32>(in, weight, panels, begin, end, epilogue);
+  for (int v = 0; v < kPanelVectors; v++) {
+    strip_kernel_for_rows<T, kScales, kManyRows<T>, 1>(rows, args, table, tile, v);
+    args.strips++;
+    if (args.ahead) args.ahead++;
   }
 }
 

@@ -1,8 +1,18 @@
-// One linear layer with packed 4-bit weights, called by itself.
+// The tiles of all products with packed 4-bit weights, and one linear layer with such a weight, called by itself.
 #include "strips_kernel.h"
 
 namespace hfp {
 namespace HFP_ISA {
+
+#define HFP_INSTANTIATE(T)                                                      \
+  template void strip_tile<T, ScaleKind::kE4m3>(int, StripTileArgs<T>, Tile&); \
+  template void strip_tile<T, ScaleKind::kE8m0>(int, StripTileArgs<T>, Tile&); \
+  template void strip_tile<T, ScaleKind::kFp32>(int, StripTileArgs<T>, Tile&);
+HFP_INSTANTIATE(float)
+HFP_INSTANTIATE(bf16)
+HFP_INSTANTIATE(fp16)
+#undef HFP_INSTANTIATE
+
 namespace {
 
 template <class T>
@@ -23,7 +33,7 @@ void linear(const HfpStripsArgs& args, Share share) {
     }
   };
   int64_t units = strip_units_of<T>(in.count, panels).count;
-  multiply_strips<T>(in, args.weight, panels, share.begin(units), share.end(units), store);
+  multiply_strips<T>(in, args.weight, panels, share.begin(units), share.end(units), nullptr, store);
 }
 
 }  // namespace

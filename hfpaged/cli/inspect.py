@@ -1,0 +1,35 @@
+"""Say what a checkpoint is: for each kind of layer its format, groups, scales and bytes, and what runs it here.
+
+Reads headers only, so it takes no time whatever the size. Loading checks the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hfpaged.errors import InputError
+
+NAME = "inspect"
+SUMMARY = "say how a checkpoint is quantized and what will run it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", type=Path, help="directory of a checkpoint")
+    parser.add_argument("--all", action="store_true", help="one line for each module, not for each kind")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Returns 0.
+
+    Raises:
+        InputError: there is no such directory.
+        CheckpointError: the checkpoint contradicts itself.
+    """
+    from hfpaged.quantization.inspection import Inspection
+
+    if not args.path.is_dir():
+        raise InputError(f"{args.path} is no directory")
+    for line in Inspection(args.path).lines(every_module=args.all):
+        print(line)
+    return 0

@@ -1,0 +1,164 @@
+"""Sentinel: notices that fused code computes garbage, by looking at logits and at the first tokens of requests.
+
+A wrong fusion rarely raises: it gives numbers that are not finite, whose argmax is token 0, or a model that says one
+token for ever. Such a step is computed once more by the model's own modules, over the same keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hfpaged.core.plan import Plan
+from hfpaged.errors import CorruptOutputError
+from hfpaged.runtime.drawing import LiveRequest, Outcome
+from hfpaged.runtime.stats import EngineCounters
+from hfpaged.runtime.tiers import ModuleTier, StepOutput
+from hfpaged.runtime.view import EngineView
+from hfpaged.runtime.workspace import Workspace
+
+# Tokens, from the very first on, that are one and the same before that is suspicious.
+REPEATS = 8
+# How far the logit of a token may lie below the largest, relative to the spread of all, before the token is wrong:
+# rounding decides between closer ones.
+_NEAR_TIE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+
+
+class FusionsDisagree(Exception):
+    """Fused and plain code give different tokens for the same step."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A row of a step's output that needs a second opinion.
+
+    Attributes:
+        row: its index.
+        token: what the step says; None: its logits are not finite.
+    """
+
+    row: int
+    token: int | None
+
+
+class Sentinel:
+    """Watches the steps of one engine.
+
+    Args:
+        make_view: a fresh view of the live model, without any fusion.
+    """
+
+    def __init__(self, make_view: Callable[[], EngineView], counters: EngineCounters):
+        self._make_view = make_view
+        self._counters = counters
+        self._plain: WeakKeyDictionary[Workspace, tuple[EngineView, ModuleTier]] = WeakKeyDictionary()
+
+    def plain_tier(self, workspace: Workspace) -> tuple[EngineView, ModuleTier]:
+        """The model's own modules over the keys and values of a workspace."""
+        if workspace not in self._plain:
+            view = self._make_view()
+            self._plain[workspace] = view, workspace.plain_tier(view)
+        return self._plain[workspace]
+
+    def check_numbers(self, workspace: Workspace, plan: Plan, output: StepOutput) -> None:
+        """Have the step computed again if some of its logits are not finite.
+
+        Raises:
+            CorruptOutputError, FusionsDisagree: as `compare`.
+        """
+        if output.logits is None and output.argmax is not None and bool((output.argmax == 0).any()):
+            # The argmax of numbers that are none is 0. Only the logits tell it from a text that has token 0.
+            output = workspace.runner.recompute(plan, workspace.tier)
+        self._ask(workspace, plan, [Suspect(row, None) for row in _corrupt_rows(output)])
+
+    def check_tokens(
+        self, workspace: Workspace, plan: Plan, live: Mapping[int, LiveRequest], outcomes: Sequence[Outcome]
+    ) -> None:
+        """Have the step computed again if it brings a request its eighth token that is the same since it began.
+
+        Raises:
+            CorruptOutputError, FusionsDisagree: as `compare`.
+        """
+        tokens = {id(outcome.live): outcome.tokens for outcome in outcomes}
+        suspects = []
+        for rows, request_id in plan.sampled_rows():
+            one = live[request_id]
+            if len(rows) == 1 and _repeats_itself(one, tokens.get(id(one), [])):
+                suspects.append(Suspect(rows.start, tokens[id(one)][-1]))
+        self._ask(workspace, plan, suspects)
+
+    def _ask(self, workspace: Workspace, plan: Plan, suspects: Sequence[Suspect]) -> None:
+        if not suspects:
+            return
+        self._counters.sentinel_checks += 1
+        view, tier = self.plain_tier(workspace)
+
+        def locate() -> str:
+            with first_corrupt_module(view.model) as found:
+                workspace.runner.recompute(plan, tier)
+            return found[0] if found else "the model"
+
+        compare(suspects, workspace.runner.recompute(plan, tier), locate)
+
+
+def compare(suspects: Sequence[Suspect], plain: StepOutput, locate: Callable[[], str]) -> None:
+    """Judge suspects by the plain output of the same step. Returns if it says the same.
+
+    Args:
+        locate: names the module whose output is the first that is not finite.
+
+    Raises:
+        CorruptOutputError: the plain code's output is not finite either.
+        FusionsDisagree: it is another one.
+    """
+    logits = plain.logits.float()
+    slack = _NEAR_TIE.get(plain.logits.dtype, 0.0)
+    for suspect in suspects:
+        row = logits[suspect.row]
+        if not torch.isfinite(row.amax()):
+            raise CorruptOutputError(locate())
+        if suspect.token is None or row.amax() - row[suspect.token] > slack * row.std():
+            raise FusionsDisagree
+
+
+@contextmanager
+def first_corrupt_module(model: nn.Module) -> Iterator[list[str]]:
+    """Collects the names of modules of `model` whose output is not finite, in the order they return."""
+    found: list[str] = []
+
+    def watch(name: str) -> Callable[..., None]:
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            parts = output if isinstance(output, (tuple, list)) else (output,)
+            tensors = (part for part in parts if isinstance(part, torch.Tensor) and part.is_floating_point())
+            if any(not bool(torch.isfinite(tensor).all()) for tensor in tensors):
+                found.append(name or "the model")
+
+        return look
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in model.named_modules()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _corrupt_rows(output: StepOutput) -> list[int]:
+    if output.logits is None or not len(output.logits):
+        return []
+    # The largest is NaN where any is, and infinite where one is too large or all are masked.
+    return torch.nonzero(~torch.isfinite(output.logits.amax(-1).float())).flatten().tolist()
+
+
+def _repeats_itself(live: LiveRequest, drawn: Sequence[int]) -> bool:
+    request = live.request
+    generated = [*request.tokens[request.prompt_len :], *drawn]
+    if request.draft_tokens or not drawn or not len(generated) - len(drawn) < REPEATS <= len(generated):
+        return False
+    return len(set(generated[:REPEATS])) == 1
