@@ -42,7 +42,7 @@ def corrupting(spoil):
         output = run(self, batch, want_logits)
         for pair in self._kv:
             for part in pair:
-                part.view(-1)[: part.numel() // 2].normal_()
+                part[: len(part) // 2].normal_()
         return spoil(output, want_logits)
 
     return corrupt
