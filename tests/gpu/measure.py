@@ -187,12 +187,10 @@ def print_table(results: list[dict[str, Any]]) -> None:
         print(f"\n{result['shape']}, bfloat16")
         for name, launch in result["launches"].items():
             print(f"  {name:12} {launch['launch_us']:8.0f} us to launch a step, {launch['step_us']:8.0f} us a step")
-        share = f", {100 * result['achieved_bytes_per_second'] / result['copy_bytes_per_second']:.0f} % of a copy's"
-        print(
-            f"  weights read at {result['achieved_bytes_per_second'] / 1e9:.0f} GB/s"
-            f"{share if 'copy_bytes_per_second' in result else ''}"
-        )
-        names = [name for name in ENGINES]
+        achieved, copied = result["achieved_bytes_per_second"], result.get("copy_bytes_per_second")
+        share = f", {100 * achieved / copied:.0f} % of a copy's" if copied else ""
+        print(f"  weights read at {achieved / 1e9:.3g} GB/s{share}")
+        names = list(ENGINES)
         print(f"  {'tokens/s':20}" + "".join(f"{name:>14}" for name in names))
         for row in result["cases"]:
             cells = [row[name].get("tokens_per_second") for name in names]
