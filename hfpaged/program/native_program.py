@@ -54,7 +54,7 @@ class NativeProgram:
     """A list of native operations, appended one by one and run in ranges.
 
     Attributes:
-        num_ops: operations so far.
+        labels: what each operation so far does; equal ones do the same work, in other layers.
         packed_bytes: memory that the products read.
     """
 
@@ -65,13 +65,18 @@ class NativeProgram:
         if not self._handle:
             raise NativeKernelError("out of memory for a program")
         weakref.finalize(self, library.hfp_program_destroy, self._handle)
-        self.num_ops = 0
+        self.labels: list[str] = []
         self._matrices: list[PackedMatrix | StripMatrix] = []
         self._norms: list[NormVectors] = []
         self._tables: list[RotaryTable] = []
         self._sinks: list[tuple[nn.Module, str, np.ndarray]] = []
         self._weight_arrays: list[ctypes.Array] = []
         self._embeddings: list[tuple[int, abi.EmbedOp, nn.Module]] = []
+
+    @property
+    def num_ops(self) -> int:
+        """Operations so far."""
+        return len(self.labels)
 
     @property
     def packed_bytes(self) -> int:
@@ -101,9 +106,9 @@ class NativeProgram:
         if not isinstance(admission, Admission):
             raise NativeKernelError(f"{kind.name} was not admitted by the guard of its fusion")
         index = self._library.hfp_program_add_op(self._handle, kind, ctypes.byref(struct), ctypes.sizeof(struct))
-        if index != self.num_ops:
+        if index != len(self.labels):
             raise NativeKernelError(f"the kernels and abi.py disagree on {type(struct).__name__}")
-        self.num_ops += 1
+        self.labels.append(_label(kind, struct))
 
     def add_embedding(self, admission: Admission, module: nn.Module, out: int, scale: float) -> None:
         """Append the embedding. It reads the module's own weight, not a copy."""
@@ -211,3 +216,8 @@ class NativeProgram:
         num_bytes = rows * stride.value * self._dtype.itemsize
         memory = (ctypes.c_uint8 * num_bytes).from_address(address)
         return torch.frombuffer(memory, dtype=self._dtype).view(rows, stride.value)[:, :width]
+
+
+def _label(kind: OpKind, struct: ctypes.Structure) -> str:
+    name = kind.name.lower()
+    return f"{name} to {struct.weight.columns}" if kind == OpKind.PRODUCT else name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -87,6 +88,11 @@ class StepProgram:
         """The packed weights."""
         return self._native.packed_matrices
 
+    @property
+    def num_weights(self) -> int:
+        """Numbers in all weight matrices, the head's included: each is multiplied once for every token."""
+        return self._native.num_elements
+
     def repack(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Take over weights that changed: of `modules`, or of all.
 
@@ -122,20 +128,36 @@ class StepProgram:
         Raises:
             NativeKernelError: the batch does not fit the tables or the cache. Nothing was computed.
         """
-        samples = len(sample_rows)
+        argmax = np.empty(len(sample_rows), dtype=np.int64)
+        logits = torch.empty(len(sample_rows), self.description.head.out_features) if want_logits else None
+        step = self._step(batch, kv, sample_rows, argmax)
+        step.logits = None if logits is None else logits.data_ptr()
+        self._run_timed(step)
+        return argmax, logits
+
+    def profile(self, batch: Any, kv: KVPairs, sample_rows: np.ndarray) -> dict[str, float]:
+        """Run one step as `run` does, and return the seconds that its operations took, added up by their label."""
+        argmax = np.empty(len(sample_rows), dtype=np.int64)
+        seconds = np.zeros(self._native.num_ops)
+        step = self._step(batch, kv, sample_rows, argmax)
+        step.op_seconds = seconds.ctypes.data
+        self._run_timed(step)
+        totals: Counter[str] = Counter()
+        for label, spent in zip(self._native.labels, seconds.tolist(), strict=True):
+            totals[label] += spent
+        return dict(totals)
+
+    def _step(self, batch: Any, kv: KVPairs, sample_rows: np.ndarray, argmax: np.ndarray) -> abi.Step:
         self._native.prepare_positions(int(batch.context_len.max()))
-        argmax = np.empty(samples, dtype=np.int64)
-        logits = torch.empty(samples, self.description.head.out_features) if want_logits else None
         if self._cache is None or not self._cache.serves(kv, batch.block_size):
             self._cache = CachePointers(kv, self.description, batch.block_size)
         step = make_step(batch, self._cache, sample_rows)
         step.argmax = argmax.ctypes.data
-        step.logits = None if logits is None else logits.data_ptr()
-        # Without sampled rows the final norm and the head are left out.
-        self._run_timed(step, OpRange(0, self._layout.end if samples else self._layout.layers[-1].end))
-        return argmax, logits
+        return step
 
-    def _run_timed(self, step: abi.Step, ops: OpRange) -> None:
+    def _run_timed(self, step: abi.Step) -> None:
+        # Without sampled rows the final norm and the head are left out.
+        ops = OpRange(0, self._layout.end if step.samples else self._layout.layers[-1].end)
         estimate = self._seconds(step.tokens)
         step.threads = self._threads.choose(estimate)
         start = time.perf_counter()

@@ -13,24 +13,31 @@ kinds of workload:
 
 With --url the workload goes to a running server instead, and the table has latencies as its clients see them.
 
+--latency adds when the tokens came, for engines that hand them out one by one. --profile runs no engine but steps of
+the CPU step program: of growing batches, contexts and prompts, by operation, against the machine's measured peaks.
+
 A workload file is a JSON list of {"prompt_token_ids": [...], "max_new_tokens": n}.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import transformers
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfpaged.cli.arguments import add_model_options, positive_int
-from hfpaged.cli.bench.cpu_meter import DISTURBED_CORES
+from hfpaged.cli.bench.cpu_meter import DISTURBED_CORES, CpuMeter, is_disturbed
 from hfpaged.cli.bench.engines import ENGINES
+from hfpaged.cli.bench.latency import latency_table
 from hfpaged.cli.bench.measure import Measurement, measure
+from hfpaged.cli.bench.peaks import measure_peaks
+from hfpaged.cli.bench.profile import SHAPES, Profiler, profile_rows, profile_table
 from hfpaged.cli.bench.report import Setting, json_lines, table, write_json
 from hfpaged.cli.bench.server import run_server
 from hfpaged.cli.bench.workload import KINDS, BenchRequest, make_workload, read_workload
@@ -45,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--workload", type=Path, metavar="FILE.json", help="run the requests in this file")
     source.add_argument("--kind", choices=tuple(KINDS), help="make a workload")
+    source.add_argument("--profile", action="store_true", help="where the time of single steps goes")
     parser.add_argument(
         "--requests", type=positive_int, default=64, metavar="N", help="with --kind (default: %(default)s)"
     )
@@ -61,6 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--concurrency", type=positive_int, default=64, metavar="N", help="with --url: requests at a time (%(default)s)"
     )
     parser.add_argument("--repeat", type=positive_int, default=3, metavar="N", help="turns (default: %(default)s)")
+    parser.add_argument("--latency", action="store_true", help="also time every token")
     parser.add_argument("--json", type=Path, metavar="OUT", help="also write one JSON line for each engine here")
 
 
@@ -72,13 +81,19 @@ def run(args: argparse.Namespace) -> int:
         return run_against_server(args)
     threads = set_threads(args.threads)
     model, tokenizer, label = load(args.model, args.dtype)
+    if args.profile:
+        return run_profile(args, model, threads)
     work = requests(args, tokenizer)
     engines = [ENGINES[name](model) for name in args.engines]
+    for engine in engines:
+        engine.watches_tokens = args.latency
     measurements = measure(engines, work, args.repeat, progress=lambda line: print(line, file=sys.stderr))
     setting = Setting.of(work, label, args.dtype, threads)
     if args.json is not None:
         write_json(args.json, json_lines(setting, measurements))
     print(table(setting, measurements))
+    if args.latency:
+        print(latency_table([(one.engine, one.latency) for one in measurements if one.latency is not None]))
     warn_if_disturbed(measurements)
     return 0
 
@@ -88,6 +103,22 @@ def run_against_server(args: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(resolve(args.model)[0])
     work = requests(args, tokenizer)
     print(run_server(args.url, work, args.concurrency, os.environ.get("OPENAI_API_KEY")).table())
+    return 0
+
+
+def run_profile(args: argparse.Namespace, model: PreTrainedModel, threads: int) -> int:
+    """Profile steps. Returns 0; a model without a step program raises."""
+    meter = CpuMeter()
+    peaks = measure_peaks(model.dtype, threads)
+    profiler = Profiler(model, threads, peaks)
+    profiles = []
+    for shape in SHAPES:
+        profiles.append(profiler.run(shape))
+        print(f"{shape}: {1e3 * profiles[-1].seconds:.2f} ms", file=sys.stderr)
+    if args.json is not None:
+        write_json(args.json, "".join(json.dumps(row) + "\n" for row in profile_rows(peaks, profiles)))
+    print(profile_table(peaks, profiles))
+    warn(["the steps"] if is_disturbed(meter.foreign_cores()) else [])
     return 0
 
 
@@ -109,7 +140,11 @@ def requests(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> li
 
 def warn_if_disturbed(measurements: Sequence[Measurement]) -> None:
     """Say on stderr which engines' times another process may have spoilt."""
-    disturbed = [measurement.engine for measurement in measurements if measurement.disturbed]
+    warn([measurement.engine for measurement in measurements if measurement.disturbed])
+
+
+def warn(disturbed: Sequence[str]) -> None:
+    """Say on stderr that other processes may have spoilt these times, if there are any."""
     if disturbed:
         print(
             f"hfpaged: warning: other processes took more than {DISTURBED_CORES} cores while {', '.join(disturbed)} "

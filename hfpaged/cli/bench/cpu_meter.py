@@ -13,6 +13,11 @@ DISTURBED_CORES = 0.1
 SHORTEST_SECONDS = 0.5
 
 
+def is_disturbed(foreign_cores: float | None) -> bool:
+    """Whether a reading says that other processes may have changed the time."""
+    return foreign_cores is not None and foreign_cores > DISTURBED_CORES
+
+
 class CpuMeter:
     """Mean number of cores that processes other than this one kept busy since the meter was made."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -11,8 +13,10 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import hfpaged
+from hfpaged.cli.bench.latency import TokenTimes
 from hfpaged.cli.bench.workload import BenchRequest
 from hfpaged.errors import HfpagedError
+from hfpaged.runtime.handle import GenerationHandle
 
 # No token has this id, so a request ends by its length alone.
 NEVER_ENDS = -1
@@ -25,12 +29,20 @@ class EngineFailure(HfpagedError):
 
 
 class Engine(ABC):
-    """One way to run a workload. `with engine:` surrounds its turn; only `run` is timed."""
+    """One way to run a workload. `with engine:` surrounds its turn; only `run` is timed.
+
+    Attributes:
+        watches_tokens: set it to have `token_times` filled where the engine hands out tokens one by one, which costs it
+            a little time.
+        token_times: of the requests of the last run, in their order; empty where nobody watched.
+    """
 
     name: str
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
+        self.watches_tokens = False
+        self.token_times: list[TokenTimes] = []
 
     def __enter__(self) -> Engine:
         return self
@@ -70,10 +82,22 @@ class Hfpaged(Engine):
             )
             for request in work
         ]
+        if self.watches_tokens:
+            self.token_times = asyncio.run(_watch(handles))
         return [len(handle.result()) for handle in handles]
 
     def stats(self) -> dict[str, Any]:
         return hfpaged.engine(self.model).stats()
+
+
+async def _watch(handles: Sequence[GenerationHandle]) -> list[TokenTimes]:
+    async def times_of(handle: GenerationHandle) -> TokenTimes:
+        times = TokenTimes(handle.submitted_at)
+        while tokens := await handle.tokens_after(len(times.arrivals)):
+            times.arrivals += [time.perf_counter()] * len(tokens)
+        return times
+
+    return await asyncio.gather(*map(times_of, handles))
 
 
 class HfStatic(Engine):

@@ -8,19 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hfpaged.cli.bench.cpu_meter import DISTURBED_CORES, CpuMeter
+from hfpaged.cli.bench.cpu_meter import CpuMeter, is_disturbed
 from hfpaged.cli.bench.engines import WARM_UP, Engine, EngineFailure
+from hfpaged.cli.bench.latency import Latency
 from hfpaged.cli.bench.workload import BenchRequest
 
 
 @dataclass
 class Measurement:
-    """One engine's turns: seconds each, cores other processes took in each, its statistics after the last."""
+    """One engine's turns: seconds each, cores other processes took in each, its statistics and latency of the last."""
 
     engine: str
     seconds: list[float] = field(default_factory=list)
     foreign_cores: list[float | None] = field(default_factory=list)
     stats: dict[str, Any] = field(default_factory=dict)
+    latency: Latency | None = None
 
     @property
     def median(self) -> float:
@@ -28,7 +30,7 @@ class Measurement:
 
     @property
     def disturbed(self) -> bool:
-        return any(cores is not None and cores > DISTURBED_CORES for cores in self.foreign_cores)
+        return any(map(is_disturbed, self.foreign_cores))
 
 
 def measure(
@@ -51,6 +53,7 @@ def measure(
                 measurement.foreign_cores.append(meter.foreign_cores())
                 measurement.seconds.append(seconds)
                 measurement.stats = engine.stats()
+                measurement.latency = Latency.of(engine.token_times) if engine.token_times else None
             check_lengths(engine.name, lengths, work)
             progress(f"turn {turn + 1} of {repeat}: {engine.name} {seconds:.2f} s")
     return measurements

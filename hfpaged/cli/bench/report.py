@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hfpaged.cli.bench.measure import Measurement
@@ -39,6 +39,7 @@ def json_lines(setting: Setting, measurements: Sequence[Measurement]) -> str:
             "output_tokens_per_s": round(setting.output_tokens / measurement.median, 1),
             "all_seconds": [round(seconds, 3) for seconds in measurement.seconds],
             "foreign_cores": [None if cores is None else round(cores, 3) for cores in measurement.foreign_cores],
+            "latency_ms": None if measurement.latency is None else asdict(measurement.latency),
             "stats": measurement.stats,
         }
         for measurement in measurements

@@ -193,6 +193,7 @@ struct Step {
   int32_t num_blocks;
   int32_t first_op, end_op;
   int32_t threads;
+  double* op_seconds;  // [operations], to which the time of each is added; or null
 };
 
 struct Op {

@@ -1,4 +1,6 @@
 // Runs the operations of a step program. Each thread does its share of one operation, then waits for the others.
+#include <time.h>
+
 #include "ops_epilogue.h"
 #include "ops_norm.h"
 #include "ops_rotary.h"
@@ -240,6 +242,12 @@ void combine(const Run& run, const CombineOp& op, Share share) {
   }
 }
 
+double seconds_now() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
 template <class T>
 void run_op(const Run& run, int32_t index, Share share) {
   const Op& op = run.ops[index];
@@ -264,11 +272,17 @@ void run_op(const Run& run, int32_t index, Share share) {
 }  // namespace
 
 void run_share(const Run& run, Share share) {
+  double* op_seconds = share.index == 0 ? run.step->op_seconds : nullptr;
+  double began = op_seconds ? seconds_now() : 0;
   for (int32_t index = run.step->first_op; index < run.step->end_op; index++) {
     if (run.type == HFP_FP32) run_op<float>(run, index, share);
     else if (run.type == HFP_BF16) run_op<bf16>(run, index, share);
     else run_op<fp16>(run, index, share);
     wait_for_all(run.barrier);
+    if (!op_seconds) continue;
+    double ended = seconds_now();
+    op_seconds[index] += ended - began;
+    began = ended;
   }
 }
 
