@@ -18,7 +18,7 @@ _BYTES_PER_SECOND = 2e10
 _MULTIPLY_ADDS_PER_SECOND = 7e10
 _CGROUP = Path("/sys/fs/cgroup")
 
-_SMOOTHING = 0.25  # weight of the newest time
+_SMOOTHING = 0.1  # weight of the newest time
 _GAIN = 0.93  # another number of threads takes over below this fraction of the present one's time
 _FIRST_INTERVAL, _LAST_INTERVAL = 8, 128  # steps between two trials: doubled when a trial changed nothing
 _SURPRISE = 1.5  # a step this much slower than usual asks for a trial soon

@@ -11,7 +11,10 @@ from transformers import PreTrainedModel
 
 from hfpaged.cli.bench import cpu_meter
 from hfpaged.cli.bench.engines import ENGINES, Engine, EngineFailure
+from hfpaged.cli.bench.latency import Latency, TokenTimes, latency_table
 from hfpaged.cli.bench.measure import Measurement, check_lengths, measure
+from hfpaged.cli.bench.peaks import Peaks
+from hfpaged.cli.bench.profile import Profiler, StepShape, profile_table
 from hfpaged.cli.bench.report import Setting, json_lines, table
 from hfpaged.cli.bench.workload import BenchRequest
 from hfpaged.cli.main import main
@@ -131,3 +134,32 @@ def test_an_unknown_engine_is_refused_with_the_known_ones(capsys: pytest.Capture
     with pytest.raises(SystemExit):
         main(["bench", "--kind", "mixed", "--engines", "hfpaged,other"])
     assert "unknown engine 'other'; known: hfpaged, hf-static, hf-cb" in capsys.readouterr().err
+
+
+def test_latency_counts_from_submission_and_between_tokens_of_one_request() -> None:
+    requests = [TokenTimes(1.0, [1.5, 1.6, 1.8]), TokenTimes(1.0, [2.0])]
+    latency = Latency.of(requests)
+    assert latency.first[50] == pytest.approx(750.0)
+    assert latency.between[50] == pytest.approx(150.0)
+    assert latency_table([("a", latency)]).splitlines()[1].split() == ["a", "750.0", "995.0", "150.0", "199.0"]
+
+
+def test_watched_tokens_arrive_one_after_the_other(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    engine = ENGINES["hfpaged"](tiny_model("llama"))
+    engine.watches_tokens = True
+    with engine:
+        assert engine.run(WORK) == [6, 3, 9]
+    for times, request in zip(engine.token_times, WORK, strict=True):
+        assert len(times.arrivals) == request.max_new_tokens
+        assert sorted(times.arrivals) == times.arrivals
+        assert times.submitted < times.arrivals[0]
+
+
+def test_a_profile_accounts_for_the_whole_step(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    peaks = Peaks(1e12, 1e12)
+    profiler = Profiler(tiny_model("llama"), 1, peaks)
+    profile = profiler.run(StepShape(requests=3, new_tokens=2, context=20))
+    assert {"attention", "head", "embed", "norm"} <= set(profile.operations)
+    assert sum(profile.operations.values()) == pytest.approx(profile.seconds, rel=0.5)
+    assert 0 < profile.roofline < 1
+    assert profile_table(peaks, [profile]).splitlines()[2].split()[:3] == ["3", "2", "20"]

@@ -64,6 +64,45 @@ def test_it_finds_the_number_of_free_cores(limit):
     assert sum(map(four_free_cores, used[-100:])) <= 1.15 * 100 * best
 
 
+class Quota:
+    """Two cores of which a CPU quota pays for one and a half: whoever has used it up waits for the next period."""
+
+    PERIOD = 0.1
+    CPU_SECONDS = 0.15  # of each period
+
+    def __init__(self, work: float):
+        self._work = work  # seconds of a step on one thread
+        self._clock = self._used = 0.0  # both in the present period
+
+    def __call__(self, threads: int) -> float:
+        elapsed, left = 0.0, self._work
+        while left > 1e-9:
+            paid_for = (self.CPU_SECONDS - self._used) / threads
+            runs = min(left / threads, self.PERIOD - self._clock, paid_for)
+            left -= runs * threads
+            self._clock += runs
+            self._used += runs * threads
+            elapsed += runs
+            if left > 1e-9:
+                elapsed += self.PERIOD - self._clock
+                self._clock = self._used = 0.0
+        return elapsed
+
+
+@pytest.mark.parametrize("work", [0.012, 0.05, 0.1, 0.3])
+def test_under_a_quota_of_one_and_a_half_cores_it_is_nearly_as_fast_as_the_best_fixed_number(work):
+    machines = [Quota(work), Quota(work)]
+    fixed = [sum(machine(threads) for _ in range(500)) for threads, machine in zip((1, 2), machines, strict=True)]
+    machine, times = Quota(work), []
+
+    def measured(threads: int) -> float:
+        times.append(machine(threads))
+        return times[-1]
+
+    simulate(ThreadPolicy(2), measured, 500, estimate=work)
+    assert sum(times) <= 1.15 * min(fixed)
+
+
 def test_small_steps_use_one_thread_and_are_not_tried_on_more():
     assert set(simulate(ThreadPolicy(4), idle, 50, estimate=MIN_THREAD_SECONDS)) == {1}
 
