@@ -121,6 +121,7 @@ def make_batch(shape: StepShape, vocab: int) -> StepBatch:
         block_tables=tables,
         block_size=BLOCK_SIZE,
         logit_rows=query_start[1:].astype(np.int64) - 1,
+        feedback=np.full(shape.tokens, -1, dtype=np.int64),
     )
 
 
