@@ -47,7 +47,7 @@ class LockstepLoop:
         self._row_lists = row_lists
         self._ids = call.input_ids
         self._unfinished = torch.ones(call.num_rows, dtype=torch.bool, device=call.input_ids.device)
-        self._last_logits: list[torch.Tensor | None] = [None] * call.num_rows
+        self._last_logits: torch.Tensor | None = None
         self._scores: tuple[torch.Tensor, ...] | None = () if call.keeps_scores else None
         self._logits: tuple[torch.Tensor, ...] | None = () if call.keeps_logits else None
 
@@ -95,9 +95,13 @@ class LockstepLoop:
 
     def _gather(self, handles: list[GenerationHandle]) -> torch.Tensor:
         """[B, V] fp32 raw logits of the step; an ended row keeps its last ones."""
-        for row in self._running().nonzero()[:, 0].tolist():
-            self._last_logits[row] = handles[row].take_logits()[-1]
-        return torch.stack(self._last_logits).to(self._ids.device)
+        running = self._running().nonzero()[:, 0]
+        taken = [handles[row].take_logits()[-1] for row in running.tolist()]
+        logits = torch.stack(taken).to(self._ids.device)
+        if len(running) < self._call.num_rows:
+            logits = self._last_logits.index_copy(0, running, logits)
+        self._last_logits = logits
+        return self._last_logits
 
     def _processed(self, logits: torch.Tensor) -> torch.Tensor:
         scores = logits.clone()

@@ -245,10 +245,16 @@ class Stepper:
                 self._speculation.learn(live.request.id, live.request.draft_tokens, accepted.get(live.request.id, 0))
         workspace.scheduler.commit(plan, sampled, accepted)
         workspace.runner.commit(plan)
-        for rows, request_id in plan.sampled_rows():
-            live = self.live[request_id]
-            if live.spec.steered:
-                live.handle.offer_logits(output.logits[rows.start : rows.stop].to(torch.float32, copy=True))
+        self._offer_logits(plan, output)
+
+    def _offer_logits(self, plan: Plan, output: StepOutput) -> None:
+        """Give steered requests their rows of the logits."""
+        sampled = [(self.live[request_id], rows) for rows, request_id in plan.sampled_rows()]
+        steered = [(live, rows) for live, rows in sampled if live.spec.steered]
+        # A view spares the copy but keeps the whole step's logits alive: only where most of them are theirs.
+        copy = bool(steered) and 2 * sum(len(rows) for _, rows in steered) < len(output.logits)
+        for live, rows in steered:
+            live.handle.offer_logits(output.logits[rows.start : rows.stop].to(torch.float32, copy=copy))
 
     # ---- steps ahead of a device ----
 
