@@ -17,7 +17,7 @@ def paused_at_step(model: Any, number: int) -> Iterator[threading.Event]:
     Yields:
         What is set when it has stopped.
     """
-    runner = hfpaged.engine(model)._stepper.workspace.runner
+    runner = hfpaged.engine(model)._stepper.workspaces.current.runner
     reached, go_on = threading.Event(), threading.Event()
     run, steps = runner.run, iter(range(1, 1 << 30))
 

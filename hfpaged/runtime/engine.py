@@ -76,7 +76,7 @@ class EngineCore:
         Raises:
             EngineReleasedError: it has been garbage collected.
         """
-        return self._stepper.live_model()
+        return self._stepper.workspaces.live_model()
 
     def check(self) -> None:
         """Raise `InvariantError` if the block books are inconsistent. Runs between two steps."""
@@ -120,7 +120,7 @@ class EngineCore:
         self._driver.listeners.append(listener)
 
     def _require_fits(self, specs: Sequence[RequestSpec]) -> None:
-        workspace = self._stepper.workspace
+        workspace = self._stepper.workspaces.current
         if workspace is None:
             workspace = self._driver.call(lambda: self._stepper.prepare(specs[0]))
         for spec in specs:

@@ -14,7 +14,7 @@ import logging
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import torch
 from transformers import PreTrainedModel
@@ -37,9 +37,9 @@ from hfpaged.runtime.sentinel import FusionsDisagree, Sentinel
 from hfpaged.runtime.speculation import Speculation
 from hfpaged.runtime.stats import EngineCounters
 from hfpaged.runtime.tiers import StepOutput
-from hfpaged.runtime.view import EngineView
 from hfpaged.runtime.weights import WeightsWatch
 from hfpaged.runtime.workspace import Workspace
+from hfpaged.runtime.workspaces import Workspaces
 from hfpaged.sampling.device_draw import DrawSettings
 from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopChecker
@@ -57,9 +57,7 @@ class Stepper:
 
     Attributes:
         live: requests that have not ended, by id.
-        workspaces: pool, books and runner of each kind of request: those whose thread states differ, or that began
-            before the model changed and after, never share a step. The one that has waited longest for a step is first.
-        workspace: the one of them where new requests go; None before the first request and after a release.
+        workspaces: where they are.
     """
 
     def __init__(
@@ -71,21 +69,18 @@ class Stepper:
         runs_ahead: bool = True,
     ):
         self.live: dict[int, LiveRequest] = {}
-        self.workspaces: list[Workspace] = []
-        self.workspace: Workspace | None = None
-        self._model = weakref.ref(model)
-        self._original_class = original_class
-        self._view = EngineView(model, original_class)
+        # Named, so that nothing it is given refers to this object: the model would wait for the collector.
+        self.workspaces = workspaces = Workspaces(model, original_class, counters)
         self._config = config
         self._runs_ahead = runs_ahead
         self._counters = counters
         self._watch: WeightsWatch | None = None
         self._speculation = Speculation()
         self._epoch = 0
-        self._failed_once: set[Workspace] = set()
+        self._failed_once: weakref.WeakSet[Workspace] = weakref.WeakSet()
         self._sentinel: Sentinel | None = None
         if is_quantized(model) if config.sentinel is None else config.sentinel:
-            self._sentinel = Sentinel(lambda: EngineView(self.live_model(), original_class), counters)
+            self._sentinel = Sentinel(workspaces.new_view, counters)
         self._sampler = Sampler()
         self._stops = StopChecker()
 
@@ -93,11 +88,7 @@ class Stepper:
 
     def prepare(self, spec: RequestSpec) -> Workspace:
         """Build the workspace if there is none yet, so that its capacity is known."""
-        if self.workspace is None:
-            self._view.refresh(self.live_model())
-            self.workspace = Workspace(self._view, self._config, spec.thread_state, spec.adapter is not None)
-            self.workspaces.append(self.workspace)
-        return self.workspace
+        return self.workspaces.prepare(self._config, spec)
 
     def admit(self, specs: Sequence[RequestSpec], handles: Sequence[GenerationHandle]) -> None:
         """Queue the rows of one call. Whatever goes wrong ends all of them with that error, and nothing else."""
@@ -114,7 +105,7 @@ class Stepper:
             if new_tokens is None:
                 self.end([handle], "stop")
             elif handle.request_id in self.live:
-                scheduler = self._workspace_of(handle.request_id).scheduler
+                scheduler = self.workspaces.holding(handle.request_id).scheduler
                 scheduler.append_tokens(handle.request_id, new_tokens, logits_for)
 
     def fork(
@@ -127,14 +118,14 @@ class Stepper:
                 child.finish("cancelled")
                 continue
             request = live.request.copy(child.request_id)
-            self._workspace_of(parent.request_id).scheduler.fork(parent.request_id, request)
+            self.workspaces.holding(parent.request_id).scheduler.fork(parent.request_id, request)
             self.live[request.id] = LiveRequest(spec, child, request, SampleRow(request.tokens))
 
     def rollback(self, handles: Iterable[GenerationHandle], count: int) -> None:
         """Forget the last tokens of steered requests. Ended ones are ignored."""
         for handle in handles:
             if handle.request_id in self.live:
-                self._workspace_of(handle.request_id).scheduler.rollback(handle.request_id, count)
+                self.workspaces.holding(handle.request_id).scheduler.rollback(handle.request_id, count)
 
     def end(self, handles: Iterable[GenerationHandle], reason: str, error: BaseException | None = None) -> None:
         """End requests, wherever they are, and free what they hold. Ended ones are ignored."""
@@ -142,11 +133,10 @@ class Stepper:
             live = self.live.pop(handle.request_id, None)
             self._speculation.forget(handle.request_id)
             if live is not None:
-                workspace = self._workspace_of(handle.request_id)
+                workspace = self.workspaces.holding(handle.request_id)
                 workspace.scheduler.finish(handle.request_id)
                 workspace.runner.forget(handle.request_id)
-                if workspace is not self.workspace and not workspace.scheduler.requests:
-                    self._drop(workspace)
+                self.workspaces.drop_if_unused(workspace)
             handle.finish(reason, error)
 
     def give_up(self, error: BaseException) -> None:
@@ -155,11 +145,7 @@ class Stepper:
         self._speculation.release()
         for request in live.values():
             request.handle.finish("error", error)
-        for workspace in list(self.workspaces):
-            self._drop(workspace)
-
-    def _workspace_of(self, request_id: int) -> Workspace:
-        return next(workspace for workspace in self.workspaces if request_id in workspace.scheduler.requests)
+        self.workspaces.drop_all()
 
     # ---- the step ----
 
@@ -168,11 +154,7 @@ class Stepper:
         if not self.live:
             return self._on_idle()
         self._propose_drafts()
-        for workspace in list(self.workspaces):
-            self.workspaces.append(self.workspaces.pop(0))
-            if self._step(workspace):
-                return True
-        return False
+        return any(self._step(workspace) for workspace in self.workspaces.in_turn())
 
     def _step(self, workspace: Workspace) -> bool:
         began = time.perf_counter()
@@ -231,7 +213,7 @@ class Stepper:
         """Let requests that speculate guess ahead, where one token is all they have left to compute."""
         spare = self._config.max_batch_tokens - len(self.live)
         for request_id, tokens in self._speculation.propose(spare, len(self.live)).items():
-            self._workspace_of(request_id).scheduler.append_drafts(request_id, tokens)
+            self.workspaces.holding(request_id).scheduler.append_drafts(request_id, tokens)
 
     def _commit(self, workspace: Workspace, plan: Plan, output: StepOutput, outcomes: list[Outcome]) -> None:
         sampled: dict[int, int | None] = {request_id: None for _, request_id in plan.sampled_rows()}
@@ -363,26 +345,19 @@ class Stepper:
     def drop_prefixes(self) -> None:
         """Forget all cached prefixes; running requests go on, and their blocks stay out of the cache."""
         self._epoch += 1
-        for workspace in self.workspaces:
-            workspace.scheduler.reset_prefix_cache()
+        self.workspaces.reset_prefix_caches()
 
     def on_weights_changed(self) -> None:
         """Drop everything that was computed with the old weights."""
         self._counters.weight_changes += 1
         self.drop_prefixes()
-        model = self.live_model()
-        for workspace in self.workspaces:
-            # One that is stale only finishes its requests; its shapes or dtypes may not be the weights' any more.
-            if not workspace.view.is_stale(model):
-                workspace.released.restore()
-                workspace.tier.on_weights_changed()
+        self.workspaces.on_weights_changed()
 
     def release(self) -> None:
         """End what runs and free the pool."""
         self.end([live.handle for live in self.live.values()], "error", EngineReleasedError("the engine was released"))
         self._speculation.release()
-        for workspace in list(self.workspaces):
-            self._drop(workspace)
+        self.workspaces.drop_all()
 
     def check(self) -> None:
         """Raise `InvariantError` if the books are inconsistent."""
@@ -395,37 +370,17 @@ class Stepper:
 
     def _freshen(self, spec: RequestSpec) -> None:
         """Follow what happened to the model since the last call, before requests of a new one start."""
-        model = self.live_model()
-        is_stale = self._view.is_stale(model)
-        if is_stale or (self.workspace is not None and not self.workspace.suits(spec)):
-            self._change_workspace(model, spec)
+        is_another = self.workspaces.choose(spec)
         if self._watch is None:
             self._watch = self._watch_weights()
-        elif self._watch.changed(model, look_at_content=not self.live) or is_stale:
+        elif self._watch.changed(self.workspaces.live_model(), look_at_content=not self.live) or is_another:
             self.on_weights_changed()
         workspace = self.prepare(spec)
         if self._config.packed_only and workspace.release_weights():
             self._watch = self._watch_weights()
 
     def _watch_weights(self) -> WeightsWatch:
-        return WeightsWatch(self.live_model(), watch_content=self._config.weights == "watch")
-
-    def _change_workspace(self, model: PreTrainedModel, spec: RequestSpec) -> None:
-        """Go on in a workspace that fits, or in none yet. The present one stays as long as it has requests."""
-        if self.workspace is not None and not self.workspace.scheduler.requests:
-            self._drop(self.workspace)
-        fitting = (one for one in self.workspaces if one.suits(spec) and not one.view.is_stale(model))
-        self.workspace = next(fitting, None)
-        self._view = EngineView(model, self._original_class) if self.workspace is None else self.workspace.view
-
-    def _drop(self, workspace: Workspace) -> None:
-        self._counters.books.update(asdict(workspace.scheduler.counters))
-        self._counters.ahead.captured_steps += workspace.tier.replayed_steps
-        workspace.close()
-        self.workspaces.remove(workspace)
-        self._failed_once.discard(workspace)
-        if workspace is self.workspace:
-            self.workspace = None
+        return WeightsWatch(self.workspaces.live_model(), watch_content=self._config.weights == "watch")
 
     def _add(self, spec: RequestSpec, handle: GenerationHandle, siblings: Sequence[GenerationHandle]) -> None:
         root = (
@@ -447,7 +402,7 @@ class Stepper:
             handle.add_prompt_logprobs([None])
             request.score_from = 0 if len(spec.prompt) > 1 else None
         parent = None if spec.fork_of is None else siblings[spec.fork_of].request_id
-        self.workspace.scheduler.add(request, fork_of=parent)
+        self.workspaces.current.scheduler.add(request, fork_of=parent)
         row = SampleRow(
             tokens=request.tokens,
             processors=spec.processors,
@@ -464,15 +419,8 @@ class Stepper:
     def _draft_model(self, model: PreTrainedModel) -> DraftModel:
         """An engine for a model that guesses ahead, over as many tokens as this one's."""
         original_class = getattr(type(model), "_hfpaged_original_class", type(model))
-        blocks = self.workspace.pool.num_blocks
+        blocks = self.workspaces.current.pool.num_blocks
         config = replace(self._config, num_blocks=blocks, tier="auto", attention_backend="auto", packed_only=False)
         fallbacks = self._counters.fallbacks
         stepper = Stepper(model, original_class, config, EngineCounters(), runs_ahead=False)
         return DraftModel(stepper, on_failure=lambda: fallbacks.update(["draft model failed"]))
-
-    def live_model(self) -> PreTrainedModel:
-        """The patched model, which the engine does not keep alive."""
-        model = self._model()
-        if model is None:
-            raise EngineReleasedError("the model of this engine is gone")
-        return model

@@ -59,7 +59,7 @@ def test_steps_are_launched_ahead(model, texts):
 def test_a_launch_comes_before_the_tokens_of_the_step_before_are_read(model, texts):
     """The order of things, step by step."""
     batch(model)
-    workspace = hfpaged.engine(model)._stepper.workspace
+    workspace = hfpaged.engine(model)._stepper.workspaces.current
     events = []
     run, launch = workspace.runner.run, workspace.launcher.launch
 
@@ -243,7 +243,7 @@ def test_cancelling_with_a_step_in_flight_frees_everything(model):
 def test_a_step_whose_tokens_cannot_be_read_fails_its_requests_and_the_engine_lives_on(model, texts):
     engine = hfpaged.engine(model)
     engine.submit(PROMPTS[3], max_new_tokens=1, **GREEDY).result(WAIT_SECONDS)
-    workspace = engine._stepper.workspace
+    workspace = engine._stepper.workspaces.current
     launch, count = workspace.launcher.launch, iter(range(100))
 
     def failing(*args):
@@ -269,7 +269,7 @@ def test_a_step_whose_tokens_cannot_be_read_fails_its_requests_and_the_engine_li
 def test_a_row_that_cannot_be_drawn_on_the_device_fails_alone(model, texts):
     engine = hfpaged.engine(model)
     engine.submit(PROMPTS[3], max_new_tokens=1, **GREEDY).result(WAIT_SECONDS)
-    tier = engine._stepper.workspace.tier
+    tier = engine._stepper.workspaces.current.tier
     forward = tier._packed
 
     def poisoned(token_ids, positions, rows):

@@ -71,7 +71,7 @@ def test_launching_runs_no_operation_that_waits(cuda, options):
     call = {**left_padded(prompts), "max_new_tokens": 8, "eos_token_id": -1, "pad_token_id": 0, **options}
     with hfpaged.patched(model):
         want = new_tokens(model.generate(**call, hfpaged={"seed": 3}), prompts)
-        workspace = hfpaged.engine(model)._stepper.workspace
+        workspace = hfpaged.engine(model)._stepper.workspaces.current
         run, launch = workspace.runner.run, workspace.launcher.launch
         launches = []
 

@@ -43,7 +43,7 @@ def after_each_step(engine: Engine, look: Callable[[], Any]) -> Iterator[list]:
 @contextlib.contextmanager
 def runs(engine: Engine, replacement: Callable[..., Any]) -> Iterator[None]:
     """Have `replacement(run, plan, ...)` run the plans instead of the runner's own `run`."""
-    runner = engine._stepper.workspace.runner
+    runner = engine._stepper.workspaces.current.runner
     run = runner.run
     runner.run = lambda *args: replacement(run, *args)
     try:

@@ -110,7 +110,7 @@ def test_a_streamer_waits_for_no_token_that_cannot_come(warm):
 def test_an_unexpected_error_in_the_books_ends_everybody_and_the_engine_lives_on(warm):
     """That is a bug of ours, but no reason to leave callers waiting for ever."""
     model, engine, want = warm()
-    scheduler = engine._stepper.workspace.scheduler
+    scheduler = engine._stepper.workspaces.current.scheduler
     scheduler.plan = lambda: {}["lost"]
     with paused(engine):
         handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS]

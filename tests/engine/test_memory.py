@@ -24,7 +24,7 @@ def test_a_request_wastes_less_than_a_block(patched):
     prompts = random_prompts((1, 15, 16, 17, 40))
 
     def held():
-        requests = engine._stepper.workspace.scheduler.requests.values()
+        requests = engine._stepper.workspaces.current.scheduler.requests.values()
         return used_blocks(engine), [request.computed for request in requests]
 
     with after_each_step(engine, held) as steps:
@@ -92,11 +92,11 @@ def test_memory_of_earlier_calls_is_used_again(patched):
     for seed in range(6):
         prompts = random_prompts((20, 50), seed=seed)
         with after_each_step(
-            engine, lambda: [list(r.blocks) for r in engine._stepper.workspace.scheduler.requests.values()]
+            engine, lambda: [list(r.blocks) for r in engine._stepper.workspaces.current.scheduler.requests.values()]
         ) as tables:
             model.generate(**left_padded(prompts), max_new_tokens=5, **GREEDY)
-        assert scheduler in (None, engine._stepper.workspace.scheduler)
-        scheduler = engine._stepper.workspace.scheduler
+        assert scheduler in (None, engine._stepper.workspaces.current.scheduler)
+        scheduler = engine._stepper.workspaces.current.scheduler
         touched |= {block for step in tables for table in step for block in table}
     assert len(touched) <= blocks_for(25) + blocks_for(55)
 

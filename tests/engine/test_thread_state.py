@@ -75,7 +75,7 @@ def test_inference_mode_leaves_nothing_behind(patched, tier):
         engine.check()
         assert not [tensor for tensor in reachable_tensors(model) if tensor.is_inference()]
         handle.cancel()
-    assert len(reachable_tensors(model, engine._stepper.workspace)) > 40
+    assert len(reachable_tensors(model, engine._stepper.workspaces.current)) > 40
     assert not [tensor for tensor in reachable_tensors(model, engine, vars(engine)) if tensor.is_inference()]
 
 

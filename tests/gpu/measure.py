@@ -123,7 +123,7 @@ def measure_launches(model: PreTrainedModel, is_captured: bool, steps: int) -> d
         engine = hfpaged.engine(model)
         options = {"do_sample": False, "eos_token_id": NEVER_ENDS}
         engine.submit([5, 6, 7], max_new_tokens=8, **options).result()
-        tier = engine._stepper.workspace.tier
+        tier = engine._stepper.workspaces.current.tier
         spent: list[float] = []
         if not is_captured:
             tier.captured.forget()

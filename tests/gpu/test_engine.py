@@ -103,7 +103,7 @@ def test_replays_against_uncaptured_steps(device, sampling):
         assert hfpaged.engine(model).stats()["captured_steps"] > 0
     with hfpaged.patched(model):
         texts(model, prompts[:1], 1)
-        hfpaged.engine(model)._stepper.workspace.tier.captured.problem = "not wanted"
+        hfpaged.engine(model)._stepper.workspaces.current.tier.captured.problem = "not wanted"
         uncaptured = texts(model, prompts, 24, **options)
         assert hfpaged.engine(model).stats()["captured_steps"] == 0
     if sampling:
@@ -121,7 +121,7 @@ def test_no_step_waits_for_the_device(gpu):
     for sampling in ({}, {"do_sample": True, "temperature": 1.2, "top_k": 50, "top_p": 0.9, "hfpaged": {"seed": 1}}):
         with hfpaged.patched(model):
             want = texts(model, prompts, 16, **sampling)
-            workspace = hfpaged.engine(model)._stepper.workspace
+            workspace = hfpaged.engine(model)._stepper.workspaces.current
             run, launch = workspace.runner.run, workspace.launcher.launch
             workspace.runner.run = without_waiting(run)
             workspace.launcher.launch = without_waiting(launch)

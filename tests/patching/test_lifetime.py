@@ -50,7 +50,7 @@ def test_its_weights_and_pool_go_with_the_stepping_thread(no_collector):
     model = build_tiny("llama", num_hidden_layers=2).patch()
     greedy(model)
     engine = hfpaged.engine(model)
-    pool = weakref.ref(engine._stepper.workspace.cache.layers[0].key.untyped_storage())
+    pool = weakref.ref(engine._stepper.workspaces.current.cache.layers[0].key.untyped_storage())
     weights = weakref.ref(model.lm_head.weight)
     del model, engine
     wait_until(lambda: not stepping_threads())
@@ -66,7 +66,7 @@ def test_a_model_that_was_never_asked_is_freed(no_collector):
 
 def test_unpatching_frees_the_pool(no_collector, model):
     greedy(model.patch())
-    pool = weakref.ref(hfpaged.engine(model)._stepper.workspace.cache.layers[0].key.untyped_storage())
+    pool = weakref.ref(hfpaged.engine(model)._stepper.workspaces.current.cache.layers[0].key.untyped_storage())
     model.unpatch()
     assert pool() is None
 

@@ -33,7 +33,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, **fields) -> PreTrain
 
 
 def tier_of(model) -> LeafTier:
-    tier = hfpaged.engine(model)._stepper.workspace.tier
+    tier = hfpaged.engine(model)._stepper.workspaces.current.tier
     assert isinstance(tier, LeafTier)
     return tier
 
@@ -45,7 +45,7 @@ def native(model) -> Counter:
 
 def places(model) -> list[str]:
     """Names of the modules of the engine's view that have a forward of their own."""
-    view = hfpaged.engine(model)._stepper._view.model
+    view = hfpaged.engine(model)._stepper.workspaces._view.model
     return [name for name, module in view.named_modules() if "forward" in vars(module)]
 
 
