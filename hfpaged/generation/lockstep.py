@@ -59,8 +59,8 @@ class LockstepLoop:
                 self._call.options.scope.add(handles)
             while self._unfinished.any():
                 self._one_step(handles)
-        except BaseException:
-            release_reader(self._call.streamer)
+        except BaseException as error:
+            release_reader(self._call.streamer, error)
             raise
         finally:
             self._engine.cancel(handles)

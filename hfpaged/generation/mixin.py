@@ -157,8 +157,8 @@ class PagedGenerationMixin:
                 _stream(call, handles[0])
             for handle in handles:
                 handle.result()
-        except BaseException:
-            release_reader(call.streamer)
+        except BaseException as error:
+            release_reader(call.streamer, error)
             raise
         finally:
             engine.cancel(handles)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from hfpaged.errors import RequestCancelled
+from hfpaged.runtime.token_iterators import AsyncTokenIterator, TokenIterator
 from hfpaged.sampling.logprobs import TokenLogprob
 
 
 class GenerationHandle:
     """Iterate over it (`for` or `async for`) to get token ids as they are drawn, or call `result()`.
+    Closing such an iterator (`close()` or `aclose()`) cancels the request; leaving the loop does not.
 
     Attributes:
         request_id: unique within the engine, ascending in order of submission.
@@ -79,22 +81,24 @@ class GenerationHandle:
         if not self.done:
             self._on_cancel(self)
 
-    def __iter__(self) -> Iterator[int]:
-        read = 0
-        while True:
-            self._wait_beyond(read)
-            if len(self.tokens) == read:
-                self._raise_if_failed()
-                return
-            yield self.tokens[read]
-            read += 1
+    def __iter__(self) -> TokenIterator:
+        return TokenIterator(self)
 
-    async def __aiter__(self) -> AsyncIterator[int]:
-        read = 0
-        while tokens := await self.tokens_after(read):
-            for token in tokens:
-                yield token
-            read += len(tokens)
+    def __aiter__(self) -> AsyncTokenIterator:
+        return AsyncTokenIterator(self)
+
+    def wait_for_token(self, index: int) -> int | None:
+        """Wait for the new token number `index`; None if the request ended before it.
+
+        Raises:
+            RequestCancelled, Exception: as `result()`, after the last token.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self.done or len(self.tokens) > index)
+        if len(self.tokens) > index:
+            return self.tokens[index]
+        self._raise_if_failed()
+        return None
 
     async def tokens_after(self, read: int) -> list[int]:
         """Wait until there are more than `read` tokens and return all beyond; nothing once the request has ended.
@@ -183,10 +187,6 @@ class GenerationHandle:
             self._error = error
             self.finish_reason = reason
             self._notify()
-
-    def _wait_beyond(self, read: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self.done or len(self.tokens) > read)
 
     def _notify(self) -> None:
         self._changed.notify_all()

@@ -69,6 +69,30 @@ def test_tokens_arrive_one_by_one(patched):
     handle.cancel()
 
 
+def test_closing_an_iterator_cancels_its_request_and_leaving_the_loop_does_not(patched):
+    served = patched()
+    handle = served.engine.submit(PROMPT, **LONG)
+    for _ in handle:
+        break
+    tokens = iter(handle)
+    next(tokens)
+    assert not handle.done
+    tokens.close()
+    with pytest.raises(RequestCancelled):
+        handle.result(WAIT_SECONDS)
+
+    async def read_and_close():
+        handle = served.engine.submit(PROMPT, **LONG)
+        tokens = aiter(handle)
+        assert await anext(tokens) == handle.tokens[0]
+        await tokens.aclose()
+        with pytest.raises(RequestCancelled):
+            [token async for token in tokens]
+
+    asyncio.run(read_and_close())
+    assert at_rest(served.engine)
+
+
 def test_finish_reasons(patched, stock_text):
     engine = patched().engine
     options = {"do_sample": False, "max_new_tokens": 40}

@@ -92,32 +92,54 @@ def test_text_streamer_on_the_screen(pair, tokenizer, texts):
     assert printed.getvalue().rstrip("\n") == texts[0]
 
 
-@pytest.mark.parametrize("is_lockstep", [True, False], ids=["lockstep", "engine"])
-def test_an_exception_in_generation_ends_the_iterator(pair, tokenizer, is_lockstep):
+def test_an_exception_in_generation_is_raised_to_the_reader(pair, tokenizer):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=WAIT_SECONDS)
-    if is_lockstep:
-        broken = {"stopping_criteria": [RaisingCriteria(KeyError("mine"), step=4)]}
-    else:
-        scope = hfpaged.CancelScope()
-        broken = {"hfpaged": {"scope": scope}, "max_new_tokens": 450}
-    in_thread(pair.paged, PROMPTS[1], streamer, **broken)
-    began = time.monotonic()
-    pieces = []
-    for piece in streamer:
-        pieces.append(piece)
-        if not is_lockstep:
-            scope.cancel()
+    in_thread(pair.paged, PROMPTS[1], streamer, stopping_criteria=[RaisingCriteria(KeyError("mine"), step=4)])
+    began, pieces = time.monotonic(), []
+    with pytest.raises(KeyError, match="mine"):
+        for piece in streamer:
+            pieces.append(piece)
     assert time.monotonic() - began < WAIT_SECONDS / 2
     assert pieces
+    # Who reads on after that comes to an end, too.
+    assert len(list(streamer)) <= 1
     assert_at_rest(pair.paged)
 
 
-def test_an_exception_ends_the_async_iterator(pair, tokenizer):
+def test_a_cancelled_call_just_ends_the_iterator(pair, tokenizer):
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=WAIT_SECONDS)
+    scope = hfpaged.CancelScope()
+    in_thread(pair.paged, PROMPTS[1], streamer, hfpaged={"scope": scope}, max_new_tokens=450)
+    began = time.monotonic()
+    for _ in streamer:
+        scope.cancel()
+    assert time.monotonic() - began < WAIT_SECONDS / 2
+    assert_at_rest(pair.paged)
+
+
+def test_an_iterator_that_takes_its_items_its_own_way_ends(pair, tokenizer):
+    class Lines(TextIteratorStreamer):
+        def __next__(self):
+            item = self.text_queue.get(timeout=WAIT_SECONDS)
+            if item is None:
+                raise StopIteration
+            return item.upper()
+
+    streamer = Lines(tokenizer, skip_prompt=True)
+    in_thread(pair.paged, PROMPTS[1], streamer, stopping_criteria=[RaisingCriteria(KeyError("mine"), step=4)])
+    assert list(streamer)
+
+
+def test_an_exception_is_raised_to_an_async_reader(pair, tokenizer):
     async def read():
         streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=WAIT_SECONDS)
         criterion = RaisingCriteria(KeyError("mine"), step=4)
         in_thread(pair.paged, PROMPTS[1], streamer, stopping_criteria=[criterion])
-        return [piece async for piece in streamer]
+        pieces = []
+        with pytest.raises(KeyError, match="mine"):
+            async for piece in streamer:
+                pieces.append(piece)
+        return pieces
 
     assert asyncio.run(asyncio.wait_for(read(), WAIT_SECONDS / 2))
 
