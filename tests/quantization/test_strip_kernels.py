@@ -21,7 +21,7 @@ MAKERS = {
     WeightFormat.INT4: (make.int4_compressed, 32),
 }
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
-ROWS = (1, 2, 3, 5, 6, 7, 13, 40)
+ROWS = (1, 2, 3, 5, 6, 7, 13, 16, 17, 40)
 
 
 @pytest.fixture(params=library.ISAS)

@@ -116,7 +116,7 @@ struct DepthStep<bf16> : WideningStep<bf16> {};
 struct TileShape {
   int rows, vectors;
 };
-constexpr int kMaxTileRows = 12;
+constexpr int kMaxTileRows = 16;
 constexpr int kPanelVectors = kPanelColumns / kLanes;
 using Tile = Vec16[kMaxTileRows][kPanelVectors];
 

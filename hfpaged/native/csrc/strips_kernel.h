@@ -7,8 +7,9 @@
 namespace hfp {
 namespace HFP_ISA {
 
-// The sums of a group and the totals of all groups both stay in registers. Few rows take whole panels, so that memory is
-// read in four streams; many take one strip at a time, so that each decoded weight serves as many rows as it can.
+// Few rows take whole panels, so that memory is read in four streams; many take one strip at a time, so that each decoded
+// weight serves as many rows as it can. The sums of a group stay in registers, beside them the totals of all groups as
+// far as they fit: in the largest tile a few do not, which costs less than decoding for fewer rows.
 #if defined(__AVX512F__)
 constexpr int kFewRows = 2, kSomeRows = 4;
 #else
@@ -22,7 +23,7 @@ inline void accumulate_pair(typename PairStep<T>::Words (&words)[Vectors], const
   typename Step::Weights weights[Vectors];
 #pragma GCC unroll 4
   for (int v = 0; v < Vectors; v++) weights[v] = Step::template decode<J>(words[v], table);
-#pragma GCC unroll 12
+#pragma GCC unroll 16
   for (int r = 0; r < Rows; r++) {
     typename Step::Input x = Step::broadcast(input + r * stride + 2 * J);
 #pragma GCC unroll 4
@@ -35,7 +36,7 @@ inline void strip_kernel(const StripTileArgs<T>& args, const typename PairStep<T
                          int first_vector) {
   using Step = PairStep<T>;
   Vec16 totals[Rows][Vectors];
-#pragma GCC unroll 12
+#pragma GCC unroll 16
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; v++) totals[r][v] = zero16();
@@ -43,7 +44,7 @@ inline void strip_kernel(const StripTileArgs<T>& args, const typename PairStep<T
   int64_t word = 0;
   for (int group = 0; group < args.groups; group++) {
     Vec16 sums[Rows][Vectors];
-#pragma GCC unroll 12
+#pragma GCC unroll 16
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) sums[r][v] = zero16();
@@ -64,11 +65,11 @@ inline void strip_kernel(const StripTileArgs<T>& args, const typename PairStep<T
     for (int v = 0; v < Vectors; v++) {
       Vec16 scale = load_scales<kScales>(args.strips[v].scales + offset);
       if (args.ahead) __builtin_prefetch(args.ahead[v].scales + offset, 0, 2);
-#pragma GCC unroll 12
+#pragma GCC unroll 16
       for (int r = 0; r < Rows; r++) totals[r][v] = fma16(sums[r][v], scale, totals[r][v]);
     }
   }
-#pragma GCC unroll 12
+#pragma GCC unroll 16
   for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; v++)

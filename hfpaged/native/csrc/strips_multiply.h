@@ -13,7 +13,7 @@ template <class T>
 constexpr int kManyRows = 6;
 #if defined(__AVX512BF16__)
 template <>
-constexpr int kManyRows<bf16> = 12;
+constexpr int kManyRows<bf16> = 16;
 #endif
 #else
 template <class T>
