@@ -57,6 +57,10 @@ class EngineReleasedError(HfpagedError):
     """The engine of this request was released or unpatched while the request was running."""
 
 
+class AdapterLostError(HfpagedError):
+    """The adapter that a running request goes through was deleted, or merged into the weights."""
+
+
 class EngineDeadError(HfpagedError):
     """The engine's process has ended, or could not start. The message says how; no request of it will be answered."""
 

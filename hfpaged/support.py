@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from hfpaged.quantization.loaded_wrong import loaded_wrong
-from hfpaged.runtime.module_state import has_own
+from hfpaged.runtime.module_state import has_own, unpatched_class
 from hfpaged.unwrap import unwrap
 
 # Layer kinds of `config.layer_types` whose state is plain keys and values, seen through a causal or windowed mask.
@@ -33,7 +33,7 @@ def support(model: Any) -> list[str]:
 def _generation(model: PreTrainedModel) -> Iterator[str]:
     if not model.can_generate():
         yield f"{type(model).__name__} has no generate()"
-    elif _stock_class(model).generate is not GenerationMixin.generate:
+    elif unpatched_class(model).generate is not GenerationMixin.generate:
         yield f"{type(model).__name__} brings its own generate()"
     if getattr(model, "_is_stateful", False):
         yield "it keeps recurrent state, which is not paged"
@@ -47,9 +47,9 @@ def _architecture(model: PreTrainedModel) -> Iterator[str]:
         yield "it has cross-attention layers"
     if config.get_text_config() is not config:
         yield "it takes more than text (its config nests a text config)"
-    if "position_ids" not in inspect.signature(_stock_class(model).forward).parameters:
+    if "position_ids" not in inspect.signature(unpatched_class(model).forward).parameters:
         yield "its forward takes no position_ids"
-    if not _stock_class(model)._can_set_attn_implementation():
+    if not unpatched_class(model)._can_set_attn_implementation():
         yield "its attention layers do not use Transformers' attention interface"
     other = set(getattr(config, "layer_types", None) or ()) - PAGED_LAYER_TYPES
     if other:
@@ -79,8 +79,3 @@ def _placement(model: PreTrainedModel) -> Iterator[str]:
 
 
 _CHECKS = (_generation, _architecture, _instance, _placement, loaded_wrong)
-
-
-def _stock_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The model's own class, also when it is patched."""
-    return getattr(type(model), "_hfpaged_original_class", type(model))

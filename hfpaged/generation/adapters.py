@@ -10,15 +10,18 @@ from hfpaged.generation.call import GenerateCall
 from hfpaged.runtime.adapters import adapter_layers, check_adapter
 
 
-def row_adapters(model: nn.Module, call: GenerateCall) -> list[str] | None:
+def row_adapters(model: nn.Module, call: GenerateCall, heeds_hooks: bool) -> list[str] | None:
     """One adapter name a row; None: all rows go through those that are active.
+
+    Args:
+        heeds_hooks: the call may have come through `PeftModel.generate`, whose names are hooks on the model.
 
     Raises:
         InputError, UnsupportedOptionError: an adapter is unknown or cannot be mixed, or their number is not the rows'.
     """
     names = call.options.adapter
     if names is None:
-        names = hooked_names(model)
+        names = hooked_names(model) if heeds_hooks else None
         if names is None:
             return None
     elif isinstance(names, str):

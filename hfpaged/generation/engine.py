@@ -15,6 +15,7 @@ from hfpaged.generation.routing import stock_reason
 from hfpaged.generation.rows import check_prompt, row_specs, token_ids, vocabulary_size
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
+from hfpaged.runtime.module_state import stocks
 
 ENGINE_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
@@ -48,7 +49,7 @@ class Engine(EngineCore):
         model = self.live_model()
         call = _single_row_call(model, token_ids(prompt_ids), generation_config, tokenizer, hfpaged, options)
         _require_engine_takes(model, call)
-        specs = row_specs(model, call, model._row_logits_processor)
+        specs = row_specs(model, call, stocks(model, "_get_logits_processor"), heeds_hooks=False)
         handles = self.submit_specs(specs)
         if call.options.scope is not None:
             call.options.scope.add(handles)

@@ -28,6 +28,7 @@ class LockstepLoop:
 
     Args:
         model: the patched model.
+        engine: its engine, which `unpatch` may take away from it meanwhile.
         specs: the call's rows, steered.
         row_lists: for each row the list that Transformers builds for it alone; entries that see the whole batch are
             taken from the call's own list instead.
@@ -36,12 +37,13 @@ class LockstepLoop:
     def __init__(
         self,
         model: PreTrainedModel,
+        engine: EngineCore,
         call: GenerateCall,
         specs: list[RequestSpec],
         row_lists: list[LogitsProcessorList],
     ):
         self._model = model
-        self._engine: EngineCore = model._hfpaged
+        self._engine = engine
         self._call = call
         self._specs = specs
         self._row_lists = row_lists

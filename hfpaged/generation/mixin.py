@@ -9,10 +9,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from hfpaged.compat import cache_field
-from hfpaged.errors import UnsupportedOptionError
+from hfpaged.errors import NotPatchedError, UnsupportedOptionError
 from hfpaged.generation.call import GenerateCall, PreparedCriteria, PreparedProcessors, RequestOptions
 from hfpaged.generation.engine import Engine
 from hfpaged.generation.lockstep import LockstepLoop
@@ -23,23 +29,29 @@ from hfpaged.generation.routing import loop_reason, stock_reason
 from hfpaged.generation.rows import row_processors, row_specs
 from hfpaged.generation.speculation import speculation_options
 from hfpaged.runtime.handle import GenerationHandle
+from hfpaged.runtime.module_state import stocks
 from hfpaged.runtime.request_spec import DraftOptions, LookupOptions
 
 STATE_ATTRIBUTE = "_hfpaged"
 
 
 class PagedGenerationMixin:
-    """Overrides of `transformers.GenerationMixin`. Instances carry their engine in `_hfpaged`."""
+    """Overrides of `transformers.GenerationMixin`. Instances carry their engine in `_hfpaged`.
+
+    `unpatch` may change the class of a model while one of these methods runs for it in another thread. So none of them
+    looks another of these methods up on the model, or uses `super()`.
+    """
 
     _hfpaged: Engine
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         model_kwargs.pop("hfpaged", None)
-        super()._validate_model_kwargs(model_kwargs)
+        stocks(self, "_validate_model_kwargs")(model_kwargs)
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        arguments = inspect.signature(super()._get_logits_processor).bind(*args, **kwargs).arguments
-        return PreparedProcessors(super()._get_logits_processor(**arguments), arguments)
+        make = stocks(self, "_get_logits_processor")
+        arguments = inspect.signature(make).bind(*args, **kwargs).arguments
+        return PreparedProcessors(make(**arguments), arguments)
 
     def _get_stopping_criteria(
         self,
@@ -48,7 +60,8 @@ class PagedGenerationMixin:
         *args: Any,
         **kwargs: Any,
     ) -> StoppingCriteriaList:
-        criteria = super()._get_stopping_criteria(generation_config, stopping_criteria, *args, **kwargs)
+        make = stocks(self, "_get_stopping_criteria")
+        criteria = make(generation_config, stopping_criteria, *args, **kwargs)
         return PreparedCriteria(criteria, stopping_criteria)
 
     def _sample(
@@ -69,100 +82,130 @@ class PagedGenerationMixin:
             "streamer": streamer,
             **model_kwargs,
         }
-        call, reason = self._routed(input_ids, arguments)
+        engine = _engine_for(self, arguments)
+        call, reason = _routed(self, engine, input_ids, arguments)
         if reason is None:
-            return self._run_on_engine(call)
-        self._leave_to_stock(call, reason)
-        return super()._sample(input_ids, **arguments)
+            return _run_on_engine(self, engine, call)
+        _leave_to_stock(engine, call, reason)
+        return stocks(self, "_sample")(input_ids, **arguments)
 
     def _beam_search(self, input_ids: Any, **arguments: Any) -> Any:
-        call, reason = self._routed(input_ids, arguments)
+        engine = _engine_for(self, arguments)
+        call, reason = _routed(self, engine, input_ids, arguments)
         reason = reason or loop_reason(self, call)
         if reason is None:
-            return self._run_loop("_beam_search", call, arguments, repeats=call.config.num_beams)
-        self._leave_to_stock(call, reason)
-        return super()._beam_search(input_ids, **arguments)
+            return _run_loop(self, engine, "_beam_search", call, arguments, repeats=call.config.num_beams)
+        _leave_to_stock(engine, call, reason)
+        return stocks(self, "_beam_search")(input_ids, **arguments)
 
     def _assisted_decoding(self, input_ids: Any, **arguments: Any) -> Any:
-        call, reason = self._routed(input_ids, arguments)
+        engine = _engine_for(self, arguments)
+        call, reason = _routed(self, engine, input_ids, arguments)
         guesses = None
         if reason is None and not _needs_lockstep(call):
             guesses = speculation_options(self, call, arguments)
         if guesses is not None:
-            return self._run_on_engine(call, guesses)
+            return _run_on_engine(self, engine, call, guesses)
         reason = reason or loop_reason(self, call)
         if reason is None:
-            return self._run_loop("_assisted_decoding", call, arguments, repeats=1)
-        self._leave_to_stock(call, reason)
-        return super()._assisted_decoding(input_ids, **arguments)
+            return _run_loop(self, engine, "_assisted_decoding", call, arguments, repeats=1)
+        _leave_to_stock(engine, call, reason)
+        return stocks(self, "_assisted_decoding")(input_ids, **arguments)
 
-    def _routed(self, input_ids: Any, arguments: dict[str, Any]) -> tuple[GenerateCall, str | None]:
-        """The call in one object, and why stock must take it if it must. Takes `hfpaged` out of the arguments."""
-        options = RequestOptions.from_keyword(arguments.pop("hfpaged", None))
-        if options.for_submit:
-            raise UnsupportedOptionError(
-                f"{', '.join(options.for_submit)}: for engine.submit; generate has output_scores and output_logits for "
-                "log-probabilities, and sequence_bias and logits_processor"
-            )
-        call, cache = GenerateCall.of_arguments(input_ids, arguments, options)
-        return call, stock_reason(self, call, cache)
 
-    def _run_loop(self, method: str, call: GenerateCall, arguments: dict[str, Any], repeats: int) -> Any:
-        """Run one of Transformers' own decoding loops with its forwards, and its cache, on the engine."""
-        if call.options.seed is not None:
-            raise UnsupportedOptionError(
-                f"hfpaged={{'seed': ...}} does not apply to Transformers' own {method.strip('_').replace('_', ' ')} "
-                "loop, which draws from PyTorch's generator"
-            )
-        paged = PagedModel(self, self._hfpaged, call.options, call.config.max_length, repeats)
-        arguments = {**arguments, cache_field(): paged.paged_cache}
-        try:
-            output = getattr(GenerationMixin, method)(paged, call.input_ids, **arguments)
-        finally:
-            paged.paged_cache.close()
-        if call.config.return_dict_in_generate:
-            output[cache_field()] = None
-        return output
+def _engine_for(model: PreTrainedModel, arguments: dict[str, Any]) -> Engine | None:
+    """The engine of a model; None where another thread has unpatched it since the call began.
 
-    def _leave_to_stock(self, call: GenerateCall, reason: str) -> None:
-        if self._hfpaged.config.on_unsupported == "raise":
-            raise UnsupportedOptionError(
-                f"the engine does not take this call ({reason}) and on_unsupported='raise'; "
-                "patch with on_unsupported='stock' to let Transformers run it"
-            )
-        ignored = [name for name in ("seed", "adapter") if getattr(call.options, name) is not None]
-        if ignored:
-            raise UnsupportedOptionError(
-                f"hfpaged={{{ignored[0]!r}: ...}} means nothing to Transformers' own code, "
-                f"which this call needs ({reason})"
-            )
-        self._hfpaged.counters.fallbacks[reason] += 1
+    Raises:
+        NotPatchedError: it was, and the call has options for the engine.
+    """
+    engine = vars(model).get(STATE_ATTRIBUTE)
+    if engine is None and arguments.get("hfpaged"):
+        raise NotPatchedError("the model was unpatched while this call began")
+    return engine
 
-    def _row_logits_processor(self, **arguments: Any) -> LogitsProcessorList:
-        """Transformers' own list, as it would build it for an unpatched model."""
-        return super()._get_logits_processor(**arguments)
 
-    def _run_on_engine(self, call: GenerateCall, guesses: LookupOptions | DraftOptions | None = None) -> Any:
-        if _needs_lockstep(call):
-            specs = row_specs(self, call, self._row_logits_processor, steered=True)
-            make = self._row_logits_processor
-            row_lists = [row_processors(call, row, spec.prompt, make) for row, spec in enumerate(specs)]
-            return LockstepLoop(self, call, specs, row_lists).run()
-        engine = self._hfpaged  # `unpatch` may take it away from the model while this call runs
-        handles = engine.submit_specs(row_specs(self, call, self._row_logits_processor, guesses=guesses))
-        try:
-            if call.options.scope is not None:
-                call.options.scope.add(handles)
-            if call.streamer is not None:
-                _stream(call, handles[0])
-            for handle in handles:
-                handle.result()
-        except BaseException as error:
-            release_reader(call.streamer, error)
-            raise
-        finally:
-            engine.cancel(handles)
-        return generate_output(self, call, handles)
+def _routed(
+    model: PreTrainedModel, engine: Engine | None, input_ids: Any, arguments: dict[str, Any]
+) -> tuple[GenerateCall, str | None]:
+    """The call in one object, and why stock must take it if it must. Takes `hfpaged` out of the arguments."""
+    options = RequestOptions.from_keyword(arguments.pop("hfpaged", None))
+    if options.for_submit:
+        raise UnsupportedOptionError(
+            f"{', '.join(options.for_submit)}: for engine.submit; generate has output_scores and output_logits for "
+            "log-probabilities, and sequence_bias and logits_processor"
+        )
+    call, cache = GenerateCall.of_arguments(input_ids, arguments, options)
+    return call, "unpatched" if engine is None else stock_reason(model, call, cache)
+
+
+def _run_loop(
+    model: PreTrainedModel,
+    engine: Engine,
+    method: str,
+    call: GenerateCall,
+    arguments: dict[str, Any],
+    repeats: int,
+) -> Any:
+    """Run one of Transformers' own decoding loops with its forwards, and its cache, on the engine."""
+    if call.options.seed is not None:
+        raise UnsupportedOptionError(
+            f"hfpaged={{'seed': ...}} does not apply to Transformers' own {method.strip('_').replace('_', ' ')} "
+            "loop, which draws from PyTorch's generator"
+        )
+    paged = PagedModel(model, engine, call.options, call.config.max_length, repeats)
+    arguments = {**arguments, cache_field(): paged.paged_cache}
+    try:
+        output = getattr(GenerationMixin, method)(paged, call.input_ids, **arguments)
+    finally:
+        paged.paged_cache.close()
+    if call.config.return_dict_in_generate:
+        output[cache_field()] = None
+    return output
+
+
+def _leave_to_stock(engine: Engine | None, call: GenerateCall, reason: str) -> None:
+    if engine is None:
+        return
+    if engine.config.on_unsupported == "raise":
+        raise UnsupportedOptionError(
+            f"the engine does not take this call ({reason}) and on_unsupported='raise'; "
+            "patch with on_unsupported='stock' to let Transformers run it"
+        )
+    ignored = [name for name in ("seed", "adapter") if getattr(call.options, name) is not None]
+    if ignored:
+        raise UnsupportedOptionError(
+            f"hfpaged={{{ignored[0]!r}: ...}} means nothing to Transformers' own code, "
+            f"which this call needs ({reason})"
+        )
+    engine.counters.fallbacks[reason] += 1
+
+
+def _run_on_engine(
+    model: PreTrainedModel,
+    engine: Engine,
+    call: GenerateCall,
+    guesses: LookupOptions | DraftOptions | None = None,
+) -> Any:
+    make = stocks(model, "_get_logits_processor")
+    if _needs_lockstep(call):
+        specs = row_specs(model, call, make, steered=True)
+        row_lists = [row_processors(call, row, spec.prompt, make) for row, spec in enumerate(specs)]
+        return LockstepLoop(model, engine, call, specs, row_lists).run()
+    handles = engine.submit_specs(row_specs(model, call, make, guesses=guesses))
+    try:
+        if call.options.scope is not None:
+            call.options.scope.add(handles)
+        if call.streamer is not None:
+            _stream(call, handles[0])
+        for handle in handles:
+            handle.result()
+    except BaseException as error:
+        release_reader(call.streamer, error)
+        raise
+    finally:
+        engine.cancel(handles)
+    return generate_output(model, call, handles)
 
 
 def _needs_lockstep(call: GenerateCall) -> bool:

@@ -14,7 +14,7 @@ from hfpaged.generation.adapters import hooked_names
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.returned_cache import ReturnedCache
 from hfpaged.generation.rows import mask_is_left_padding, require_no_empty_row
-from hfpaged.runtime.module_state import has_own, walk_modules
+from hfpaged.runtime.module_state import has_own, unpatched_class, walk_modules
 
 # Keywords that `generate` prepares for every decoder and that the engine makes for itself.
 KNOWN_MODEL_KWARGS = frozenset({"position_ids", "logits_to_keep", "use_cache", "return_dict"})
@@ -54,7 +54,7 @@ def model_reason(model: PreTrainedModel, length: int) -> str | None:
 
 def loop_reason(model: PreTrainedModel, call: GenerateCall) -> str | None:
     """Why one of Transformers' decoding loops cannot run over the engine, or None if it can."""
-    original = type(model)._hfpaged_original_class
+    original = unpatched_class(model)
     if original.prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation:
         return "own prepare_inputs_for_generation"
     if hasattr(original, "_reorder_cache"):

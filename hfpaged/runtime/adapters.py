@@ -52,15 +52,30 @@ class AdapterRows:
     """Hooks on the adapter layers of an engine view. Used by the stepping thread only.
 
     Args:
-        model: the view's model; the live model's layers are not touched.
+        model: the view's model; the live model's layers are not touched, but what they know of adapters is shared.
     """
 
     def __init__(self, model: nn.Module):
         self._names: list[str] = []
         self._logit_names: list[str] = []
-        for layer in adapter_layers(model):
-            layer.register_forward_pre_hook(self._before, with_kwargs=True)
-            layer.register_forward_hook(self._after)
+        self._layers = list(adapter_layers(model))
+        self._hooks = []
+        for layer in self._layers:
+            self._hooks.append(layer.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._hooks.append(layer.register_forward_hook(self._after))
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def why_lost(self, name: str) -> str | None:
+        """Why requests cannot go on through an adapter that they began with; None: they can."""
+        if any(layer.merged for layer in self._layers):
+            return "adapters were merged into the weights"
+        if name != BASE and not any(name in layer.scaling for layer in self._layers):
+            return f"adapter {name!r} was deleted"
+        return None
 
     def assign(self, plan: Plan, adapters: Mapping[int, str]) -> None:
         """Name the adapter of each token of the next step, and of each that goes on into the model's head.

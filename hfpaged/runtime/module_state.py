@@ -74,7 +74,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module):
         self._module = weakref.ref(module)
-        self._class = _unpatched_class(module)
+        self._class = unpatched_class(module)
         self._size = len(vars(module))
         self._attributes = {
             name: snapshot(value) for name, value in plain_attributes(module) if name not in _BOOKKEEPING
@@ -84,7 +84,7 @@ class ModuleState:
         """Whether this is the module, with attributes that are the same objects, equal scalars or equal containers."""
         if self._module() is not module:
             return False
-        if type(module) is not self._class and _unpatched_class(module) is not self._class:
+        if type(module) is not self._class and unpatched_class(module) is not self._class:
             return False
         now = vars(module)
         for name, then in self._attributes.items():
@@ -97,8 +97,15 @@ class ModuleState:
         return all(name in self._attributes or name in _BOOKKEEPING for name, _ in plain_attributes(module))
 
 
-def _unpatched_class(module: nn.Module) -> type[nn.Module]:
-    return getattr(type(module), "_hfpaged_original_class", type(module))
+def unpatched_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module; of a patched model the one that it had before."""
+    cls = type(module)  # once: another thread may unpatch it meanwhile
+    return getattr(cls, "_hfpaged_original_class", cls)
+
+
+def stocks(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Transformers' own method of a model, whether it is patched or not."""
+    return getattr(unpatched_class(module), name).__get__(module)
 
 
 def snapshot(value: Any) -> Any:

@@ -25,13 +25,14 @@ from hfpaged.core.plan import Plan
 from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.request import Request
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
-from hfpaged.errors import CorruptOutputError, EngineReleasedError, FusionsDisabledError
+from hfpaged.errors import AdapterLostError, CorruptOutputError, EngineReleasedError, FusionsDisabledError
 from hfpaged.quantization.summary import is_quantized
 from hfpaged.runtime.device.launched_step import LaunchedStep
 from hfpaged.runtime.device.settlement import settle
 from hfpaged.runtime.draft_model import DraftModel
 from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, score_prompts, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
+from hfpaged.runtime.module_state import unpatched_class
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.sentinel import FusionsDisagree, Sentinel
 from hfpaged.runtime.speculation import Speculation
@@ -157,6 +158,8 @@ class Stepper:
         return any(self._step(workspace) for workspace in self.workspaces.in_turn())
 
     def _step(self, workspace: Workspace) -> bool:
+        if workspace.adapters is not None:
+            self._end_without_adapter(workspace)
         began = time.perf_counter()
         plan = workspace.scheduler.plan()
         planned = time.perf_counter()
@@ -195,6 +198,15 @@ class Stepper:
         self._deliver(outcomes)
         self._count_step(planned, ran)
         return True
+
+    def _end_without_adapter(self, workspace: Workspace) -> None:
+        """End the requests whose adapter was deleted or merged since they began."""
+        requests = [self.live[request_id] for request_id in workspace.scheduler.requests]
+        lost = {name: workspace.adapters.why_lost(name) for name in {live.spec.adapter for live in requests}}
+        for live in requests:
+            reason = lost[live.spec.adapter]
+            if reason is not None:
+                self.end([live.handle], "error", AdapterLostError(reason))
 
     def _count_step(self, planned: float, ran: float) -> None:
         times = self._counters.times
@@ -418,7 +430,7 @@ class Stepper:
 
     def _draft_model(self, model: PreTrainedModel) -> DraftModel:
         """An engine for a model that guesses ahead, over as many tokens as this one's."""
-        original_class = getattr(type(model), "_hfpaged_original_class", type(model))
+        original_class = unpatched_class(model)
         blocks = self.workspaces.current.pool.num_blocks
         config = replace(self._config, num_blocks=blocks, tier="auto", attention_backend="auto", packed_only=False)
         fallbacks = self._counters.fallbacks

@@ -54,9 +54,8 @@ class Workspace:
         device, dtype = view.model.device, seen[0].dtype
         self.view = view
         self.state = state
-        self.adapters = AdapterRows(view.model) if mixes_adapters else None
         if mixes_adapters:
-            config = replace(config, tier="modules")
+            config = replace(config, tier="modules", packed_only=False)
         self.backend, self.rejected_backends = choose_backend(
             config.attention_backend, device, dtype, [layer.shape for layer in seen], config.block_size
         )
@@ -86,6 +85,9 @@ class Workspace:
             ),
         )
 
+        # The last thing that can go wrong has not: nobody would remove these hooks from the view.
+        self.adapters = AdapterRows(view.model) if mixes_adapters else None
+
     def release_weights(self) -> bool:
         """Give up the memory of the parameters that the tier has packed. Returns whether any was."""
         return self.released.release(self.view.model, self.tier.packed_matrices())
@@ -93,6 +95,8 @@ class Workspace:
     def close(self) -> None:
         """Give the model back what was taken from it, and drop the references to the pool."""
         self.released.restore()
+        if self.adapters is not None:
+            self.adapters.remove()
         self.view.step.unbind()
 
     def suits(self, spec: RequestSpec) -> bool:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from families import build_tiny
-from oracle import assert_stock_text, greedy, stats, warm_up
+from oracle import GREEDY, assert_stock_text, greedy, stats, warm_up
 from torch import nn
 from torch.nn.utils import parametrize
+
+from hfpaged.errors import EngineReleasedError
 
 CASTS = {
     "half": lambda model: model.half(),
@@ -165,3 +170,26 @@ def test_classes_that_change_under_the_model(model):
     warm_up(model.patch())
     model.model.layers[0].mlp.__class__ = LouderMLP
     assert_stock_text(model)
+
+
+def test_calls_of_other_threads_while_the_model_is_patched_and_unpatched(model):
+    ids = torch.tensor([[5, 6, 7, 8]])
+    want = model.generate(ids, **GREEDY, max_new_tokens=6).tolist()
+    done = threading.Event()
+
+    def call(_):
+        while not done.is_set():
+            try:
+                assert model.generate(ids, **GREEDY, max_new_tokens=6).tolist() == want
+            except EngineReleasedError:
+                pass  # it was running when its engine went
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(call, number) for number in range(3)]
+        for _ in range(40):
+            model.patch()
+            time.sleep(0.01)
+            model.unpatch()
+        done.set()
+        for one in running:
+            one.result()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +14,7 @@ from patching.test_peft import lora, randomize, with_adapters
 from peft import get_peft_model
 
 import hfpaged
-from hfpaged.errors import InputError, UnsupportedOptionError
+from hfpaged.errors import AdapterLostError, InputError, UnsupportedOptionError
 
 NEW = 8
 NAMES = ["red", "blue", "__base__"]
@@ -135,3 +136,55 @@ def test_without_adapters_there_is_none_to_name(tiny_model):
     model = tiny_model("llama").patch()
     with pytest.raises(InputError, match="known: none"):
         hfpaged.engine(model).submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "red"})
+
+
+def test_plain_calls_are_as_before_once_the_workspace_of_adapters_is_gone(adapted):
+    want = alone_with(adapted, PROMPTS[0], "red")
+    engine = hfpaged.engine(adapted)
+    for name in ("__base__", "blue", "__base__"):
+        engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": name}).result(60)
+    engine.release()
+    for _ in range(2):
+        assert engine.submit(PROMPTS[0], **OPTIONS).result(60) == want
+
+
+@pytest.mark.parametrize("options", [{"packed_only": True}, {"release_after_call": True}], ids=str)
+def test_plain_and_adapter_calls_in_turn(model, options):
+    adapted = hfpaged.patch(with_adapters(model, "red", "blue"), **options)
+    want = {name: alone_with(adapted, PROMPTS[0], name) for name in ("red", "blue")}
+    engine = hfpaged.engine(adapted)
+    for _ in range(2):
+        assert engine.submit(PROMPTS[0], **OPTIONS).result(60) == want["red"]
+        assert engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "blue"}).result(60) == want["blue"]
+    engine.check()
+
+
+def change_while_all_run(adapted, change):
+    """Errors by adapter name, None for those that were not disturbed."""
+    engine = hfpaged.engine(adapted)
+    options = {**OPTIONS, "max_new_tokens": 200}
+    handles = {name: engine.submit(PROMPTS[0], **options, hfpaged={"adapter": name}) for name in NAMES}
+    for handle in handles.values():
+        handle.wait_for_token(0)
+    change()
+    for handle in handles.values():
+        with contextlib.suppress(AdapterLostError):
+            handle.result(60)
+    engine.check()
+    return {name: type(handle.error) if handle.error else None for name, handle in handles.items()}
+
+
+def test_a_deleted_adapter_ends_its_own_requests_only(adapted):
+    errors = change_while_all_run(adapted, lambda: adapted.delete_adapter("blue"))
+    assert errors == {"red": None, "__base__": None, "blue": AdapterLostError}
+
+
+def test_a_merged_adapter_ends_requests_that_chose_one(adapted):
+    errors = change_while_all_run(adapted, lambda: adapted.merge_adapter(["blue"]))
+    assert set(errors.values()) == {AdapterLostError}
+
+
+def test_submit_does_not_heed_the_adapter_names_of_a_call_in_another_thread(adapted):
+    want = alone_with(adapted, PROMPTS[0], "red")
+    with adapted._enable_peft_forward_hooks(adapter_names=["blue"]):
+        assert hfpaged.engine(adapted).submit(PROMPTS[0], **OPTIONS).result(60) == want
