@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import gradio as gr
@@ -51,6 +51,31 @@ def build_chat(host: Host) -> None:
         container=False,
     )
     system, use_tools, sliders, clear = _build_settings(host)
+    reply = _make_reply(host)
+
+    def stop(request: gr.Request) -> None:
+        host.visitors.stop(request.session_hash)
+
+    inputs = [box, chatbot, memory, system, use_tools, *sliders]
+    outputs = [chatbot, memory, status, box]
+    for_everyone = {"concurrency_limit": host.max_users, "concurrency_id": "answers", "show_progress": "hidden"}
+    box.submit(reply, inputs, outputs, api_visibility="private", **for_everyone)
+    chatbot.example_select(_text_of_example, None, box, api_visibility="private", show_progress="hidden").then(
+        reply, inputs, outputs, api_visibility="private", **for_everyone
+    )
+    box.stop(stop, queue=False, api_visibility="private", show_progress="hidden")
+    for event in (clear.click, chatbot.clear):
+        event(stop, queue=False, api_visibility="private", show_progress="hidden").then(
+            lambda: ([], [], _status_line("A new conversation."), _idle()),
+            outputs=outputs,
+            queue=False,
+            api_visibility="private",
+            show_progress="hidden",
+        )
+
+
+def _make_reply(host: Host) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
+    """What answers a message: updates of the conversation, of what is remembered of it, of the status and the box."""
 
     async def reply(
         request: gr.Request,
@@ -79,25 +104,7 @@ def build_chat(host: Host) -> None:
                 raise gr.Error(str(error), print_exception=False) from error
         yield gr.skip(), gr.skip(), gr.skip(), _idle()
 
-    def stop(request: gr.Request) -> None:
-        host.visitors.stop(request.session_hash)
-
-    inputs = [box, chatbot, memory, system, use_tools, *sliders]
-    outputs = [chatbot, memory, status, box]
-    for_everyone = {"concurrency_limit": host.max_users, "concurrency_id": "answers", "show_progress": "hidden"}
-    box.submit(reply, inputs, outputs, api_visibility="private", **for_everyone)
-    chatbot.example_select(_text_of_example, None, box, api_visibility="private", show_progress="hidden").then(
-        reply, inputs, outputs, api_visibility="private", **for_everyone
-    )
-    box.stop(stop, queue=False, api_visibility="private", show_progress="hidden")
-    for event in (clear.click, chatbot.clear):
-        event(stop, queue=False, api_visibility="private", show_progress="hidden").then(
-            lambda: ([], [], _status_line("A new conversation."), _idle()),
-            outputs=outputs,
-            queue=False,
-            api_visibility="private",
-            show_progress="hidden",
-        )
+    return reply
 
 
 def _build_settings(host: Host) -> tuple[gr.Textbox, gr.Checkbox, list[gr.Component], gr.Button]:
