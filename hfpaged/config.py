@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from hfpaged.errors import ConfigError
+from hfpaged.native.kv_layout import TILE_TOKENS
 
 PREEMPTION = ("auto", "swap", "recompute")
 WEIGHTS = ("watch", "frozen")
@@ -73,10 +74,21 @@ class EngineConfig:
         _require_choice("weights", self.weights, WEIGHTS)
         _require_choice("on_unsupported", self.on_unsupported, ON_UNSUPPORTED)
         _require_choice("tier", self.tier, TIERS)
-        if self.packed_only and self.tier == "modules":
-            raise ConfigError("packed_only needs packed weights, which tier='modules' does not have")
         if not isinstance(self.attention_backend, str):
             raise ConfigError(f"attention_backend must be a name, got {self.attention_backend!r}")
+        if self.packed_only:
+            self._require_packed_tier_possible()
+
+    def _require_packed_tier_possible(self) -> None:
+        """Refuse what no model could run on packed weights with; `choose_tier` refuses the rest."""
+        if self.tier == "modules":
+            raise ConfigError("packed_only needs packed weights, which tier='modules' does not have")
+        if self.attention_backend not in ("auto", "native"):
+            raise ConfigError(f"packed_only needs the native attention backend, not {self.attention_backend!r}")
+        if self.block_size % TILE_TOKENS:
+            raise ConfigError(
+                f"packed_only needs a block_size that is a multiple of {TILE_TOKENS}, got {self.block_size}"
+            )
 
     @classmethod
     def from_options(cls, options: dict[str, Any]) -> EngineConfig:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hfpaged
-from hfpaged.errors import ConfigError
+from hfpaged.errors import ConfigError, NotPatchedError
 from hfpaged.runtime.released_weights import ReleasedWeight
 
 PROMPTS = random_prompts((9, 5))
@@ -256,11 +256,25 @@ def test_shared_memory_is_kept():
     assert_stock_text(model)
 
 
-def test_it_needs_packed_weights():
-    with pytest.raises(ConfigError, match="tier='modules' does not have"):
-        build().patch(packed_only=True, tier="modules")
-    model = build().patch(packed_only=True, attention_backend="torch")
-    with pytest.raises(ConfigError, match="packed_only=True needs packed weights"):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tier": "modules"}, "tier='modules' does not have"),
+        ({"attention_backend": "torch"}, "native attention backend, not 'torch'"),
+        ({"block_size": 8}, "multiple of 16, got 8"),
+    ],
+)
+def test_what_can_never_have_packed_weights_is_refused_at_once(options, message):
+    model = build()
+    with pytest.raises(ConfigError, match=message):
+        model.patch(packed_only=True, **options)
+    with pytest.raises(NotPatchedError):
+        hfpaged.engine(model)
+
+
+def test_a_model_that_cannot_have_packed_weights_is_refused_at_the_first_request():
+    model = build().patch(packed_only=True)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ConfigError, match="autocast is on"):
         hfpaged.engine(model).submit([5, 6, 7], max_new_tokens=1).result()
 
 
