@@ -12,7 +12,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.generation.call import GenerateCall, RequestOptions
 from hfpaged.generation.routing import stock_reason
-from hfpaged.generation.rows import check_prompt, row_specs, token_ids, vocabulary_size
+from hfpaged.generation.rows import check_bias, check_prompt, row_specs, token_ids, vocabulary_size
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.module_state import stocks
@@ -66,6 +66,8 @@ def _single_row_call(
 ) -> GenerateCall:
     """Prepare one prompt as `generate` does: merge configs, resolve lengths and special tokens, build the lists."""
     check_prompt(prompt, vocabulary_size(model))
+    row_options = RequestOptions.from_keyword(request_options)
+    check_bias(row_options.logit_bias, model)
     has_default_max_length = _is_default("max_length", model, generation_config, options)
     has_default_min_length = _is_default("min_length", model, generation_config, options)
     config, unknown = model._prepare_generation_config(generation_config, **options)
@@ -101,7 +103,7 @@ def _single_row_call(
         criteria=criteria,
         config=config,
         streamer=None,
-        options=RequestOptions.from_keyword(request_options),
+        options=row_options,
     )
 
 

@@ -86,6 +86,18 @@ def check_prompt(prompt: list[int], vocab_size: int, name: str = "the prompt") -
         raise InputError(f"{name} has token id {wrong}, outside the vocabulary of {vocab_size}")
 
 
+def output_size(model: PreTrainedModel) -> int:
+    """How many token ids can come out of the model."""
+    head = model.get_output_embeddings()
+    return getattr(head, "out_features", None) or head.weight.shape[0]
+
+
+def check_bias(logit_bias: dict[int, float] | None, model: PreTrainedModel) -> None:
+    """Raise `InputError` unless the model can produce every token id that has a bias."""
+    if logit_bias and max(logit_bias) >= output_size(model):
+        raise InputError(f"logit_bias has token id {max(logit_bias)}, outside the vocabulary of {output_size(model)}")
+
+
 def row_specs(
     model: PreTrainedModel,
     call: GenerateCall,

@@ -6,7 +6,7 @@ import torch
 from families import build_tiny
 
 import hfpaged
-from hfpaged.errors import UnsupportedOptionError
+from hfpaged.errors import InputError, UnsupportedOptionError
 from hfpaged.sampling.additive import AdditivePenalty, LogitBias
 
 
@@ -51,6 +51,16 @@ def test_impossible_values_are_refused(options: dict) -> None:
     model = build_tiny("llama")
     with hfpaged.patched(model), pytest.raises(UnsupportedOptionError, match=next(iter(options))):
         hfpaged.engine(model).submit([5], max_new_tokens=1, hfpaged=options)
+
+
+def test_a_bias_outside_the_vocabulary_is_refused() -> None:
+    model = build_tiny("llama")
+    size = model.config.vocab_size
+    with hfpaged.patched(model):
+        engine = hfpaged.engine(model)
+        with pytest.raises(InputError, match=f"logit_bias has token id {size}, outside the vocabulary of {size}"):
+            engine.submit([5], max_new_tokens=1, hfpaged={"logit_bias": {1: 1.0, size: 1.0}})
+        assert len(engine.submit([5], max_new_tokens=1, hfpaged={"logit_bias": {size - 1: 1.0}}).result()) == 1
 
 
 def test_generate_refuses_them_by_name() -> None:

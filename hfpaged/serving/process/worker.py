@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import hfpaged
 from hfpaged.generation.engine import Engine
+from hfpaged.generation.rows import output_size
 from hfpaged.models.load_progress import weights_progress
 from hfpaged.models.loading import load_model, set_threads
 from hfpaged.serving.process.core_loop import CoreLoop
@@ -93,7 +94,7 @@ def _model_info(model: PreTrainedModel, engine: Engine) -> ModelInfo:
         model_type=model.config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
         vocab_size=model.get_input_embeddings().num_embeddings,
-        output_size=model.get_output_embeddings().weight.shape[0],
+        output_size=output_size(model),
         max_length=getattr(model.config, "max_position_embeddings", None),
         block_size=stats["block_size"],
         num_blocks=stats["blocks_total"],
