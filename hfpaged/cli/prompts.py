@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from hfpaged.errors import InputError
+from hfpaged.text.surrogates import has_lone_surrogate
 
 _STORY = (
     "The lighthouse on Gull Rock had been dark for eleven winters when Mara rowed out to it with a can of oil, a box "
@@ -35,10 +36,13 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> BatchE
         `input_ids` and `attention_mask`, int64 [len(prompts), longest].
 
     Raises:
-        InputError: a prompt is empty, or the prompts differ in length and the tokenizer has no token to pad with.
+        InputError: a prompt is empty or no valid text, or the prompts differ in length and the tokenizer has no token
+            to pad with.
     """
     if any(not prompt.strip() for prompt in prompts):
         raise InputError("a prompt is empty")
+    if any(map(has_lone_surrogate, prompts)):
+        raise InputError("a prompt is not valid UTF-8")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise InputError("the tokenizer has neither a padding nor an end-of-sequence token to pad prompts with")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 
@@ -25,6 +26,11 @@ BODIES = {
     "nothing": b"",
     "invalid UTF-8": b'{"model": "tiny", "prompt": "\xff\xfe"}',
     "lone surrogate": b'{"model": "\\ud800", "prompt": "x"}',
+    "lone surrogate in a prompt": b'{"model": "tiny", "prompt": ["x", "\\ud800"]}',
+    "lone surrogate in a name": with_field('"\\ud800": 1'),
+    "lone surrogate in a stop": with_field('"stop": "\\ud800"'),
+    "lone surrogate in a salt": with_field('"cache_salt": "\\ud800"'),
+    "lone surrogate for a user": with_field('"user": "\\ud800"'),
     "deep JSON": nested(100_000),
     "deep, but JSON": nested(400),
     "NaN": with_field('"temperature": NaN'),
@@ -105,13 +111,38 @@ def test_memory_stays_where_it_was(server) -> None:
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}],
         [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}],
         [{"role": "user", "content": "x"}] * 5000,
+        [{"role": "user", "content": "\ud800"}],
     ],
 )
 def test_a_hostile_conversation_is_an_error(server, messages: list) -> None:
     body = {"model": "tiny", "messages": messages}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=20)
+    answer = httpx.post(f"{server.url}/v1/chat/completions", content=json.dumps(body), headers=JSON, timeout=20)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "\ud800", "max_tokens": 1}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+        ("/tokenize", {"prompt": "\ud800"}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
+    ],
+)
+def test_a_lone_surrogate_is_named_and_the_connection_goes_on(server, path: str, body: dict, param: str) -> None:
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=20)
+    connection.connect()
+    socket = connection.sock
+    connection.request("POST", path, json.dumps({"model": "tiny", **body}), JSON)
+    answer = connection.getresponse()
+    error = json.loads(answer.read())["error"]
+    assert (answer.status, error["param"]) == (400, param) and "lone surrogate" in error["message"]
+    connection.request("POST", "/v1/completions", json.dumps(GOOD), JSON)
+    answer = connection.getresponse()
+    assert answer.status == 200 and answer.read()
+    assert connection.sock is socket
+    connection.close()
 
 
 def test_errors_never_show_where_things_are(server) -> None:

@@ -20,6 +20,7 @@ from hfpaged.errors import (
     UnsupportedOptionError,
 )
 from hfpaged.sampling.errors import InvalidScoresError
+from hfpaged.text.surrogates import without_lone_surrogates
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,10 @@ class ApiError(Exception):
         self, status: int, message: str, *, kind: str = INVALID, param: str | None = None, code: str | None = None
     ):
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status, self.kind, self.code = status, kind, code
+        # Both may quote the request.
+        self.message = without_lone_surrogates(message)
+        self.param = None if param is None else without_lone_surrogates(param)
 
     def body(self) -> dict[str, Any]:
         """The error object."""

@@ -20,6 +20,7 @@ from hfpaged.serving.chat.template import ChatTemplate
 from hfpaged.serving.chat.tool_parser import ToolFormat
 from hfpaged.serving.process.client import EngineClient
 from hfpaged.serving.process.messages import ModelInfo
+from hfpaged.text.surrogates import has_lone_surrogate
 
 
 @dataclass
@@ -61,7 +62,13 @@ class ServerState:
         return info
 
     async def encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
-        """Token ids of a text, without holding the event loop up."""
+        """Token ids of a text, without holding the event loop up.
+
+        Raises:
+            ApiError: the text has no tokens, or is none; `param` is the field to name.
+        """
+        if has_lone_surrogate(text):
+            raise ApiError(400, f"{param} has a lone surrogate, which is no character", param=param)
         ids = await asyncio.to_thread(lambda: self.tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
         if not ids:
             raise ApiError(400, f"{param} has no tokens", param=param)
