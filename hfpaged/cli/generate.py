@@ -15,7 +15,7 @@ import torch
 from transformers import BatchEncoding, PreTrainedModel, set_seed
 
 import hfpaged
-from hfpaged.cli.arguments import add_model_options, positive_int
+from hfpaged.cli.arguments import add_model_options, positive_float, positive_int, seed, share
 from hfpaged.cli.prompts import DEFAULT_PROMPTS, encode, last_line
 from hfpaged.errors import InputError
 from hfpaged.models.loading import load, set_threads
@@ -54,10 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-compare", action="store_true", help="do not run stock generate() beside it")
     sampling = parser.add_argument_group("sampling (greedy otherwise)")
     sampling.add_argument("--sample", action="store_true", help="sample; texts then differ from stock's by chance")
-    sampling.add_argument("--temperature", type=float, metavar="T")
+    sampling.add_argument("--temperature", type=positive_float, metavar="T")
     sampling.add_argument("--top-k", type=positive_int, metavar="K")
-    sampling.add_argument("--top-p", type=float, metavar="P")
-    sampling.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+    sampling.add_argument("--top-p", type=share, metavar="P")
+    sampling.add_argument("--seed", type=seed, default=0, metavar="S", help="default: %(default)s")
 
 
 def run(args: argparse.Namespace) -> int:

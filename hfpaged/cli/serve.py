@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from hfpaged.cli.arguments import DTYPES, positive_int
+from hfpaged.cli.arguments import DTYPES, count, port, positive_float, positive_int, seconds
 from hfpaged.config import EngineConfig
 from hfpaged.errors import ConfigError, InputError, MissingDependencyError
 from hfpaged.models.loading import load_tokenizer, resolve
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--name", metavar="NAME", help="the model's name in requests (default: that of the directory)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    parser.add_argument("--port", type=port, default=8000, help="default: %(default)s")
     parser.add_argument("--uds", metavar="PATH", help="listen on a Unix socket instead")
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help=f"instead of ${API_KEY_VARIABLE}")
     parser.add_argument("--cors-origin", action="append", default=[], metavar="URL", help="web pages that may call")
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     engine.add_argument(
         "--restarts",
-        type=int,
+        type=count,
         default=0,
         metavar="N",
         help="replace a dead engine up to N times (default: %(default)s)",
@@ -77,9 +77,9 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     for flag, kind, default, text in (
         ("--max-body-bytes", positive_int, 4 << 20, "of a request"),
         ("--max-sequences", positive_int, 1024, "texts running or waiting; more get status 503"),
-        ("--stall-seconds", float, 60.0, "a reader that takes nothing for so long is disconnected"),
-        ("--template-seconds", float, 5.0, "for rendering a conversation"),
-        ("--drain-seconds", float, 30.0, "for running requests after SIGTERM"),
+        ("--stall-seconds", positive_float, 60.0, "a reader that takes nothing for so long is disconnected"),
+        ("--template-seconds", positive_float, 5.0, "for rendering a conversation"),
+        ("--drain-seconds", seconds, 30.0, "for running requests after SIGTERM"),
     ):
         limits.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: %(default)s)")
 
@@ -90,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     api_key = read_api_key(args.api_key_file)
     options = engine_options(args.engine)
     EngineConfig.from_options(options)
+    serving.require_address(args.host, args.port, args.uds)
     serving.log_to_stderr()
     source, label = resolve(args.model)
     tokenizer = load_tokenizer(source)

@@ -130,6 +130,11 @@ def test_kind_and_workload_exclude_each_other(capsys: pytest.CaptureFixture[str]
     assert "not allowed with" in capsys.readouterr().err
 
 
+def test_a_profile_of_a_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--profile", "--url", "http://127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err == "hfpaged: error: --profile runs in this process; it has no --url\n"
+
+
 def test_an_unknown_engine_is_refused_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["bench", "--kind", "mixed", "--engines", "hfpaged,other"])

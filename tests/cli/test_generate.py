@@ -51,6 +51,32 @@ def test_a_sampling_option_without_sample_is_refused(model_directory: Path, caps
     assert "--top-p has no effect without --sample" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--seed", "-1"),
+        ("--seed", str(1 << 32)),
+        ("--temperature", "-1"),
+        ("--temperature", "0"),
+        ("--temperature", "nan"),
+        ("--temperature", "inf"),
+        ("--top-p", "5"),
+        ("--top-p", "0"),
+        ("--top-k", "0"),
+    ],
+)
+def test_impossible_sampling_options_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "--sample", option, value, "hello"])
+    assert stop.value.code == 2
+    assert f"error: argument {option}: '{value}' is not " in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_text_is_refused(model_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(model_directory, "caf\udce9") == 2
+    assert "a prompt is not valid UTF-8" in capsys.readouterr().err
+
+
 def test_a_different_float32_text_fails_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert report_equality([True, False], "float32") == 1
     assert f"{TICK} {CROSS}  1 of 2" in capsys.readouterr().out

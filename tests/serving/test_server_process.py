@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ import pytest
 from serving.conftest import eventually
 
 from hfpaged.cli.main import main
+from hfpaged.serving.api.address import require_address
 
 for package in ("fastapi", "uvicorn"):
     pytest.importorskip(package, reason="needs pip install 'hfpaged[serve]'")
@@ -193,12 +195,50 @@ def test_a_model_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -> No
         (["--engine", "blok_size=16"], "unknown engine option"),
         (["--engine", "block_size=0"], "block_size must be a positive integer"),
         (["--api-key-file", "no/such/file"], "cannot read the API key"),
+        (["--host", "nonsense..name"], "cannot listen on nonsense..name:8000"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1:8000: Cannot assign"),
+        (["--uds", "no/such/folder/socket"], "cannot listen on no/such/folder/socket: No such file"),
+        (["--uds", "x" * 200], "AF_UNIX path too long"),
     ],
 )
 def test_user_errors_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", ".", *arguments]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith("hfpaged: error: ") and message in lines[0]
+
+
+def test_a_taken_port_is_said_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        assert main(["serve", ".", "--port", str(taken)]) == 2
+    assert capsys.readouterr().err == f"hfpaged: error: cannot listen on 127.0.0.1:{taken}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--port", "-1"),
+        ("--port", "99999"),
+        ("--port", "http"),
+        ("--restarts", "-1"),
+        ("--stall-seconds", "nan"),
+        ("--template-seconds", "0"),
+        ("--drain-seconds", "-1"),
+    ],
+)
+def test_impossible_numbers_are_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", ".", option, value])
+    assert stop.value.code == 2
+    assert f"error: argument {option}: '{value}' is not " in capsys.readouterr().err
+
+
+def test_an_address_that_was_tried_is_left_free(tmp_path: Path) -> None:
+    require_address("localhost", 0, None)
+    path = tmp_path / "socket"
+    for _ in range(2):
+        require_address("", 0, str(path))
+        assert not path.exists()
 
 
 def test_a_short_api_key_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch, capsys) -> None:

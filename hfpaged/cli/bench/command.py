@@ -41,6 +41,7 @@ from hfpaged.cli.bench.profile import SHAPES, Profiler, profile_rows, profile_ta
 from hfpaged.cli.bench.report import Setting, json_lines, table, write_json
 from hfpaged.cli.bench.server import run_server
 from hfpaged.cli.bench.workload import KINDS, BenchRequest, make_workload, read_workload
+from hfpaged.errors import InputError
 from hfpaged.models.loading import load, load_tokenizer, resolve, set_threads
 
 NAME = "bench"
@@ -78,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
     # Transformers warns at every request about the end-of-sequence id that never comes, which is meant here.
     transformers.logging.set_verbosity_error()
     if args.url is not None:
+        if args.profile:
+            raise InputError("--profile runs in this process; it has no --url")
         return run_against_server(args)
     threads = set_threads(args.threads)
     model, tokenizer, label = load(args.model, args.dtype)
