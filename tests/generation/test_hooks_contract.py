@@ -96,8 +96,8 @@ def test_requests_that_run_beside_it_never_notice(pair, name):
     engine = hfpaged.engine(pair.paged)
     running = [engine.submit(prompt, **LONG) for prompt in NEIGHBOURS]
     next(iter(running[-1]))
-    got = generate_hooked(pair.paged, name)
     assert not all(handle.done for handle in running)
+    got = generate_hooked(pair.paged, name)
     assert got[0] == want[0]
     assert torch.equal(got[1], want[1])
     assert [handle.result(60) for handle in running] == texts
