@@ -289,7 +289,15 @@ def test_a_processor_or_streamer_that_raises(pair):
         assert_nothing_is_held(pair.paged)
 
 
-def test_interrupt_from_the_keyboard_while_waiting(pair):
+@pytest.fixture
+def interruptible():
+    """A process that was started in the background may ignore the keyboard."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interrupt_from_the_keyboard_while_waiting(pair, interruptible):
     timer = threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
