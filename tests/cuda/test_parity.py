@@ -64,7 +64,8 @@ def test_preempted_by(case, kind, chunk):
         hfpaged.engine(case.model).check()
 
 
-@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_eight_threads_with_mixed_options(case, preemption):
     """Rows that the device draws, rows that the host draws, and streams, in a pool too small for all."""
     sampling = {"do_sample": True, "temperature": 1.5, "top_k": 20, "eos_token_id": -1, "pad_token_id": 0}

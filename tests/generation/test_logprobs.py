@@ -145,7 +145,7 @@ def test_bad_numbers_are_refused(reference, options):
 
 def test_generate_says_where_they_are(reference):
     with hfpaged.patched(reference.model) as model:
-        with pytest.raises(UnsupportedOptionError, match="on the handles"):
+        with pytest.raises(UnsupportedOptionError, match="generate has output_scores"):
             model.generate(torch.tensor([PROMPTS[2]]), max_new_tokens=2, hfpaged={"logprobs": 1})
 
 
