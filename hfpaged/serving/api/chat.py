@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from hfpaged.serving.api.answer import Answer
 from hfpaged.serving.api.chat_prompt import chat_prompt, wants_tools
-from hfpaged.serving.api.connection_watch import EventStream, while_connected
-from hfpaged.serving.api.errors import api_error_of, unsupported
+from hfpaged.serving.api.errors import unsupported
 from hfpaged.serving.api.generation import Generation, Piece, merged
 from hfpaged.serving.api.responses import ERRORS, ChatCompletion
 from hfpaged.serving.api.schemas import ChatBody
@@ -19,8 +18,6 @@ from hfpaged.serving.api.server_state import ServerState, log_user, stamp, state
 from hfpaged.serving.chat.tool_parser import Parsed, ToolCall, ToolFormat, ToolParser
 
 router = APIRouter()
-
-DONE = b"[DONE]"
 
 
 @router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}, **ERRORS})
@@ -37,13 +34,7 @@ async def chat(body: ChatBody, request: Request) -> Response:
     format = state.tool_format if wants_tools(body) else None
     generations = state.begin([prompt], body, wanted, None, logprobs, format.start if format else None)
     answer = ChatAnswer(state, body, stamp("chatcmpl", request), generations, format)
-    if body.stream:
-        return EventStream(answer.events(), state.limits.stall_seconds, lambda: state.end(request, generations))
-    try:
-        whole = await while_connected(request.receive, answer.whole())
-    finally:
-        await state.end(request, generations)
-    return Response(msgspec.json.encode(whole), media_type="application/json")
+    return await answer.respond(request)
 
 
 def _require_supported(body: ChatBody) -> None:
@@ -61,8 +52,11 @@ def _require_supported(body: ChatBody) -> None:
         raise unsupported("max_tokens", "give max_tokens or max_completion_tokens, not both")
 
 
-class ChatAnswer:
-    """The response body, whole or in chunks."""
+class ChatAnswer(Answer):
+    """Messages of the assistant, with the tool calls found in them."""
+
+    whole_kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
     def __init__(
         self,
@@ -72,12 +66,11 @@ class ChatAnswer:
         generations: Sequence[Generation],
         format: ToolFormat | None,
     ):
-        self._state, self._body, self._generations, self._stamp = state, body, generations, stamp
+        super().__init__(state, body, stamp, generations)
         self._parsers = [ToolParser(format) if format is not None else None for _ in generations]
         self._num_calls = [0] * len(generations)
 
-    async def whole(self) -> dict[str, Any]:
-        """The response without streaming."""
+    async def _whole_choices(self) -> list[dict[str, Any]]:
         texts = ["" for _ in self._generations]
         calls: list[list[dict[str, Any]]] = [[] for _ in self._generations]
         scores: list[list[dict[str, Any]]] = [[] for _ in self._generations]
@@ -102,46 +95,37 @@ class ChatAnswer:
                     "finish_reason": self._finish_reason(one.index, one.finish_reason),
                 }
             )
-        return {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+        return choices
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The payloads of a stream. An error ends it with an error object."""
-        try:
-            for one in self._generations:
-                yield self._chunk(one.index, {"role": "assistant", "content": ""})
-            async for piece in merged(self._generations):
-                for event in self._chunks(piece):
-                    yield event
-            if self._body.reports_usage:
-                head = self._head("chat.completion.chunk")
-                yield msgspec.json.encode({**head, "choices": [], "usage": self._usage()})
-            yield DONE
-        except Exception as error:  # the response has begun: this is the only way to tell
-            yield msgspec.json.encode(api_error_of(error).body())
+    async def _streamed_choices(self) -> AsyncIterator[dict[str, Any]]:
+        for one in self._generations:
+            yield self._choice(one.index, {"role": "assistant", "content": ""})
+        async for piece in merged(self._generations):
+            for choice in self._choices(piece):
+                yield choice
 
-    def _chunks(self, piece: Piece) -> list[bytes]:
+    def _choices(self, piece: Piece) -> list[dict[str, Any]]:
         parsed = self._parse(piece)
         scores = self._logprobs(piece)
-        events = []
+        choices = []
         if parsed.content or scores:
-            events.append(self._chunk(piece.index, {"content": parsed.content}, scores))
+            choices.append(self._choice(piece.index, {"content": parsed.content}, scores))
         for call in parsed.calls:
-            events.append(self._chunk(piece.index, {"tool_calls": [self._call(piece.index, call)]}))
+            choices.append(self._choice(piece.index, {"tool_calls": [self._call(piece.index, call)]}))
         if piece.finish_reason is not None:
             reason = self._finish_reason(piece.index, piece.finish_reason)
-            events.append(self._chunk(piece.index, {}, finish_reason=reason))
-        return events
+            choices.append(self._choice(piece.index, {}, finish_reason=reason))
+        return choices
 
-    def _chunk(
+    def _choice(
         self,
         index: int,
         delta: dict[str, Any],
         scores: Sequence[dict[str, Any]] = (),
         finish_reason: str | None = None,
-    ) -> bytes:
+    ) -> dict[str, Any]:
         logprobs = {"content": scores} if scores else None
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return msgspec.json.encode({**self._head("chat.completion.chunk"), "choices": [choice]})
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _parse(self, piece: Piece) -> Parsed:
         parser = self._parsers[piece.index]
@@ -165,12 +149,6 @@ class ChatAnswer:
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:
         return "tool_calls" if self._num_calls[index] and reason == "stop" else reason
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {**self._stamp, "object": kind, "model": self._state.name}
-
-    def _usage(self) -> dict[str, int]:
-        return self._state.usage(self._generations, self._body.num_choices)
 
     def _logprobs(self, piece: Piece) -> list[dict[str, Any]]:
         return [

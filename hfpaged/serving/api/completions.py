@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from hfpaged.sampling.logprobs import TokenLogprob
-from hfpaged.serving.api.connection_watch import EventStream, while_connected
-from hfpaged.serving.api.errors import api_error_of, unsupported
+from hfpaged.serving.api.answer import Answer
+from hfpaged.serving.api.errors import unsupported
 from hfpaged.serving.api.generation import Generation, Piece, merged
 from hfpaged.serving.api.responses import ERRORS, Completion
 from hfpaged.serving.api.schemas import CompletionBody
@@ -20,7 +19,6 @@ from hfpaged.serving.api.server_state import ServerState, log_user, stamp, state
 router = APIRouter()
 
 DEFAULT_MAX_TOKENS = 16
-DONE = b"[DONE]"
 
 
 @router.post("/v1/completions", responses={200: {"model": Completion}, **ERRORS})
@@ -34,13 +32,7 @@ async def complete(body: CompletionBody, request: Request) -> Response:
     generations = state.begin(prompts, body, body.max_tokens, DEFAULT_MAX_TOKENS, body.logprobs)
     echoes = [text for text in texts for _ in range(body.num_choices)] if body.echo else [""] * len(generations)
     answer = CompletionAnswer(state, body, stamp("cmpl", request), generations, echoes)
-    if body.stream:
-        return EventStream(answer.events(), state.limits.stall_seconds, lambda: state.end(request, generations))
-    try:
-        whole = await while_connected(request.receive, answer.whole())
-    finally:
-        await state.end(request, generations)
-    return Response(msgspec.json.encode(whole), media_type="application/json")
+    return await answer.respond(request)
 
 
 def _require_supported(body: CompletionBody) -> None:
@@ -70,8 +62,10 @@ def _known(state: ServerState, prompt: list[int]) -> list[int]:
     return [token for token in prompt if token < len(state.tokenizer)]
 
 
-class CompletionAnswer:
-    """The response body, whole or in chunks."""
+class CompletionAnswer(Answer):
+    """Continuations of the prompts, behind the prompts themselves where those are echoed."""
+
+    whole_kind = chunk_kind = "text_completion"
 
     def __init__(
         self,
@@ -81,43 +75,28 @@ class CompletionAnswer:
         generations: Sequence[Generation],
         echoes: Sequence[str],
     ):
-        self._state, self._body, self._generations, self._echoes = state, body, generations, echoes
-        self._head = {**stamp, "object": "text_completion", "model": state.name}
+        super().__init__(state, body, stamp, generations)
+        self._echoes = echoes
         self._offsets = [len(echo) for echo in echoes]
 
-    async def whole(self) -> dict[str, Any]:
-        """The response without streaming."""
+    async def _whole_choices(self) -> list[dict[str, Any]]:
         texts = list(self._echoes)
         scores: list[dict[str, Any] | None] = [None] * len(texts)
         async for piece in merged(self._generations):
             texts[piece.index] += piece.text
             scores[piece.index] = _joined(scores[piece.index], self._logprobs(piece))
-        choices = [
+        return [
             {"index": one.index, "text": text, "logprobs": score, "finish_reason": one.finish_reason}
             for one, text, score in zip(self._generations, texts, scores, strict=True)
         ]
-        return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def events(self) -> AsyncIterator[bytes]:
-        """The payloads of a stream. An error ends it with an error object."""
-        try:
-            for one, echo in zip(self._generations, self._echoes, strict=True):
-                if echo:
-                    yield self._chunk(one.index, echo, None, None)
-            async for piece in merged(self._generations):
-                yield self._chunk(piece.index, piece.text, self._logprobs(piece), piece.finish_reason)
-            if self._body.reports_usage:
-                yield msgspec.json.encode({**self._head, "choices": [], "usage": self._usage()})
-            yield DONE
-        except Exception as error:  # the response has begun: this is the only way to tell
-            yield msgspec.json.encode(api_error_of(error).body())
-
-    def _chunk(self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        return msgspec.json.encode({**self._head, "choices": [choice]})
-
-    def _usage(self) -> dict[str, int]:
-        return self._state.usage(self._generations, self._body.num_choices)
+    async def _streamed_choices(self) -> AsyncIterator[dict[str, Any]]:
+        for one, echo in zip(self._generations, self._echoes, strict=True):
+            if echo:
+                yield {"index": one.index, "text": echo, "logprobs": None, "finish_reason": None}
+        async for piece in merged(self._generations):
+            logprobs, reason = self._logprobs(piece), piece.finish_reason
+            yield {"index": piece.index, "text": piece.text, "logprobs": logprobs, "finish_reason": reason}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
         if self._body.logprobs is None:

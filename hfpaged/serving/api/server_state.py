@@ -106,7 +106,7 @@ class ServerState:
                     generations.append(
                         Generation(len(generations), handle, detokenizer, bool(body.stop_strings), dropped)
                     )
-        except Exception:
+        except Exception:  # whatever it is, the choices that were begun would run for nobody
             for generation in generations:
                 generation.handle.cancel()
             raise
