@@ -62,7 +62,7 @@ class AdapterLostError(HfpagedError):
 
 
 class EngineDeadError(HfpagedError):
-    """The engine's process has ended, or could not start. The message says how; no request of it will be answered."""
+    """The engine or its process has ended, or could not start. The message says how; nothing will be answered."""
 
 
 class EngineBusyError(HfpagedError):

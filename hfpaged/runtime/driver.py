@@ -9,9 +9,41 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from hfpaged.errors import ForkedEngineError
+from hfpaged.errors import EngineDeadError, ForkedEngineError
 
 logger = logging.getLogger(__name__)
+
+
+class SteppingThread(threading.Thread):
+    """A thread that runs a driver's loop until that returns, or until `end`.
+
+    Attributes:
+        stopping: set by `end`; the loop looks at it with `wake` held.
+    """
+
+    def __init__(self, loop: Callable[[], None], wake: threading.Condition):
+        super().__init__(target=loop, name="hfpaged-stepping", daemon=True)
+        self.stopping = False
+        self._wake = wake
+
+    def end(self) -> None:
+        """Have the loop return after the step that it is in, and wait until the thread is over."""
+        with self._wake:
+            self.stopping = True
+            self._wake.notify_all()
+        self.join()
+
+
+@atexit.register
+def _end_stepping_threads() -> None:
+    """Let no stepping thread outlive the interpreter: one that then frees a tensor makes the process abort.
+
+    A loop that returns by itself may free the last tensors of its engine on its thread, so it is the thread that has
+    to be waited for, whatever its driver is doing.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, SteppingThread):
+            thread.end()
 
 
 class Driver:
@@ -24,6 +56,7 @@ class Driver:
         idle_seconds: how long the thread waits for a command before it ends.
 
     Attributes:
+        ended: its thread was ended for good, at the exit of the process. Requests stay where they were.
         listeners: called on the stepping thread after each round of commands and step. They must not block or raise.
     """
 
@@ -45,22 +78,23 @@ class Driver:
         self._pid = os.getpid()
         self._wake = threading.Condition()
         self._commands: list[Callable[[], None]] = []
-        self._thread: threading.Thread | None = None
-        self._stopping = False
+        self._thread: SteppingThread | None = None
+        self.ended = False
 
     def post(self, command: Callable[[], None]) -> None:
         """Have the stepping thread run `command` between two steps. Never blocks. Commands must not raise.
 
         Raises:
             ForkedEngineError: this process was forked while requests were running.
+            EngineDeadError: this process is exiting.
         """
         self._require_own_process()
         with self._wake:
+            if self.ended:
+                raise EngineDeadError("the engine has ended, because this process is exiting")
             self._commands.append(command)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="hfpaged-stepping", daemon=True)
-                # A thread that has used PyTorch and outlives the interpreter makes the process abort as it exits.
-                atexit.register(self._stop)
+                self._thread = SteppingThread(self._run, self._wake)
                 self._thread.start()
             else:
                 self._wake.notify()
@@ -84,28 +118,14 @@ class Driver:
         # The parent's thread does not exist here, and its lock may have been held at the fork.
         self._reset()
 
-    def _stop(self) -> None:
-        """At the exit of the process: end the thread, after the step that it is in. Requests stay where they are."""
-        if self._pid != os.getpid():
-            return
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-            thread = self._thread
-        if thread is not None:
-            thread.join()
-        self._stopping = False
-
     def _run(self) -> None:
-        busy = False
+        thread, busy = self._thread, False
         while True:
             with self._wake:
-                if not busy and not self._commands and not self._stopping:
+                if not busy and not self._commands and not thread.stopping:
                     self._wake.wait(self._idle_seconds)
-                if self._stopping or (not busy and not self._commands):
-                    self._thread = None
-                    if not self._stopping:
-                        atexit.unregister(self._stop)
+                if thread.stopping or (not busy and not self._commands):
+                    self._thread, self.ended = None, thread.stopping
                     return
                 commands, self._commands = self._commands, []
             for command in commands:

@@ -67,7 +67,8 @@ class EngineCore:
     def cancel(self, handles: Sequence[GenerationHandle]) -> None:
         """End those that still run; their blocks are free within a step."""
         running = [handle for handle in handles if not handle.done]
-        if running:
+        # An iterator may be closed by the garbage collection at the exit of the process, when nothing runs any more.
+        if running and not self._driver.ended:
             self._driver.post(lambda: self._stepper.end(running, "cancelled"))
 
     def live_model(self) -> PreTrainedModel:

@@ -1,12 +1,15 @@
 """The stepping thread: starts on demand, runs commands between steps, ends when idle, knows about forks."""
 
 import os
+import subprocess
+import sys
+import textwrap
 import threading
 import time
 
 import pytest
 
-from hfpaged.errors import ForkedEngineError
+from hfpaged.errors import EngineDeadError, ForkedEngineError
 from hfpaged.runtime.driver import Driver
 
 
@@ -91,3 +94,33 @@ def test_a_forked_child_works_without_live_requests_and_is_told_with_them(live):
             pytest.fail("the child hangs")
         time.sleep(0.01)
     assert os.read(reader, 16) == (b"refused" if live else b"worked")
+
+
+def test_ended_at_exit_it_says_so_and_starts_no_other_thread():
+    driver = idle_driver(idle_seconds=5)
+    thread = driver.call(threading.current_thread)
+    thread.end()
+    assert not thread.is_alive()
+    with pytest.raises(EngineDeadError, match="exiting"):
+        driver.call(lambda: None)
+
+
+def test_a_process_waits_for_a_thread_that_frees_its_engine_as_it_ends():
+    """The thread's own reference to the engine may be the last; freeing tensors after the interpreter aborts."""
+    program = """
+        import threading, time
+        from hfpaged.runtime.driver import Driver
+
+        class Slow:
+            def __del__(self):
+                time.sleep(0.3)
+                print("freed", flush=True)
+
+        slow = Slow()
+        driver = Driver(lambda slow=slow: False, lambda: False, idle_seconds=0.05)
+        driver.post(lambda: None)
+        del slow, driver
+        time.sleep(0.2)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "freed\n"), run.stderr
