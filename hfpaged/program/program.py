@@ -162,7 +162,7 @@ class StepProgram:
         step.threads = self._threads.choose(estimate)
         start = time.perf_counter()
         self._native.run(step, ops)
-        self._threads.record(estimate, step.threads, time.perf_counter() - start)
+        self._threads.record(estimate, time.perf_counter() - start)
 
     def _seconds(self, tokens: int) -> float:
         """Rough time of a step of `tokens` tokens on one thread."""

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 
 MIN_THREAD_SECONDS = 40e-6  # a thread is woken for this much work at least
 # Rough speeds of one thread, to tell small steps from large ones.
 _BYTES_PER_SECOND = 2e10
 _MULTIPLY_ADDS_PER_SECOND = 7e10
-_CGROUP = Path("/sys/fs/cgroup")
+_CGROUP, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
-_SMOOTHING = 0.1  # weight of the newest time
+_USUAL, _RECENT = 0.05, 0.2  # weights of the newest time in two running means
 _GAIN = 0.93  # another number of threads takes over below this fraction of the present one's time
 _FIRST_INTERVAL, _LAST_INTERVAL = 8, 128  # steps between two trials: doubled when a trial changed nothing
-_SURPRISE = 1.5  # a step this much slower than usual asks for a trial soon
+_MOST_TRIED = 4.0  # the steps between trials grow with what a trial costs, up to this many steps' time
+_SURPRISE = 1.5  # times recently this much longer than usual ask for a trial soon
+_CONFIRMATIONS = 2  # steps in which another number of threads has to prove faster
 
 
 def single_thread_seconds(num_bytes: int, multiply_adds: int) -> float:
@@ -29,20 +30,35 @@ def single_thread_seconds(num_bytes: int, multiply_adds: int) -> float:
     return max(num_bytes / _BYTES_PER_SECOND, multiply_adds / _MULTIPLY_ADDS_PER_SECOND)
 
 
-def usable_cpus(cgroup: Path = _CGROUP) -> int:
+def usable_cpus(cgroup: Path = _CGROUP, membership: Path = _MEMBERSHIP) -> int:
     """CPUs that this process may run on, and no more than its CPU quota, rounded up, pays for."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = _cpu_quota(cgroup)
-    return allowed if quota is None else max(1, min(allowed, math.ceil(quota)))
+    quotas = [quota for folder in _control_groups(cgroup, membership) if (quota := _cpu_quota(folder)) is not None]
+    return max(1, min([allowed, *map(math.ceil, quotas)]))
 
 
-def _cpu_quota(cgroup: Path) -> float | None:
-    """CPUs' worth of time that the control group grants, by cgroup v2 or v1. None: no limit."""
+def _control_groups(cgroup: Path, membership: Path) -> set[Path]:
+    """Folders of the control groups, of cgroup v2 or v1, that this process is in: its own and all around it."""
+    roots = {"": cgroup, "cpu": cgroup / "cpu"}
+    folders = set(roots.values())
+    lines = membership.read_text().splitlines() if membership.exists() else []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            if controller in roots:
+                # Inside a container the path may be the host's, and the root is the container's own group.
+                inner = Path(path.lstrip("/"))
+                folders |= {roots[controller] / part for part in (inner, *inner.parents)}
+    return folders
+
+
+def _cpu_quota(folder: Path) -> float | None:
+    """CPUs' worth of time that a control group grants. None: no limit."""
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
+        quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         except OSError:
             return None
     try:
@@ -51,15 +67,66 @@ def _cpu_quota(cgroup: Path) -> float | None:
         return None
 
 
-@dataclass
 class _SizeClass:
-    """What is known about steps of about the same number of tokens."""
+    """What is known about steps of about the same number of tokens. Times are seconds by estimated second.
 
-    threads: int
-    seconds: dict[int, float] = field(default_factory=dict)  # threads -> smoothed seconds per estimated second
-    interval: int = _FIRST_INTERVAL
-    steps_to_trial: int = 2
-    upward: bool = False
+    Attributes:
+        threads: that such steps use now.
+    """
+
+    def __init__(self, limit: int):
+        self.threads = limit
+        self._limit = limit
+        self._usual = self._recent = 0.0
+        self._steps = 0  # that these two are means of, the last ones mostly
+        self._interval = _FIRST_INTERVAL
+        self._steps_to_trial = 3
+        self._upward = False
+        self._tried: list[float] = []  # times on `trial()` threads, in the trial that is on
+
+    @property
+    def in_trial(self) -> bool:
+        """Whether the next step is to run on `trial()` threads."""
+        return self._steps_to_trial <= 0 and self._limit > 1
+
+    def trial(self) -> int:
+        """Half as many threads again, or a third fewer; the other direction next time."""
+        now = self.threads
+        up, down = min(self._limit, now + max(1, now // 2)), max(1, now - max(1, now // 3))
+        return (up if self._upward else down) if up > now > down else up if up > now else down
+
+    def record(self, time: float) -> None:
+        """A step on `threads` threads took this time."""
+        self._steps_to_trial -= 1
+        self._steps += 1
+        self._usual += max(_USUAL, 1 / self._steps) * (time - self._usual)
+        self._recent += max(_RECENT, 1 / self._steps) * (time - self._recent)
+        # More threads than free cores: the ones that wait for a core hold up all. One thread cannot do with fewer.
+        if self.threads > 1 and self._recent > _SURPRISE * self._usual:
+            self._usual = self._recent
+            self._upward = False
+            self._wait(_FIRST_INTERVAL, steps=2)
+
+    def record_trial(self, time: float) -> None:
+        """A step on `trial()` threads took this time. One fast step may be luck, so a trial lasts until it is slow."""
+        self._tried.append(time)
+        mean = sum(self._tried) / len(self._tried)
+        if mean >= _GAIN * self._usual:
+            self._end_trial(mean)
+            self._upward = not self._upward
+        elif len(self._tried) == _CONFIRMATIONS:
+            self.threads = self.trial()
+            self._usual = self._recent = mean
+            self._wait(_FIRST_INTERVAL, steps=_FIRST_INTERVAL)
+
+    def _end_trial(self, time: float) -> None:
+        lost_steps = min(time / self._usual - 1, _MOST_TRIED)
+        self._wait(min(2 * self._interval, _LAST_INTERVAL), round(self._interval * max(1, lost_steps)))
+
+    def _wait(self, interval: int, steps: int) -> None:
+        self._interval = interval
+        self._steps_to_trial = steps
+        self._tried = []
 
 
 class ThreadPolicy:
@@ -78,48 +145,21 @@ class ThreadPolicy:
         """Threads for a step that would take about `estimate` seconds on one of them."""
         if not self._min_thread_seconds:
             return self.limit
-        worth = max(1, min(self.limit, int(estimate / self._min_thread_seconds)))
-        if worth == 1:
-            return 1
         size_class = self._class_of(estimate)
-        return min(worth, self._trial(size_class) if size_class.steps_to_trial <= 0 else size_class.threads)
+        return size_class.trial() if size_class.in_trial else size_class.threads
 
-    def record(self, estimate: float, threads: int, seconds: float) -> None:
-        """A step of that estimate took `seconds` on `threads` threads."""
-        if not self._min_thread_seconds or int(estimate / self._min_thread_seconds) <= 1:
+    def record(self, estimate: float, seconds: float) -> None:
+        """A step of that estimate took `seconds` on the threads that `choose` said."""
+        if not self._min_thread_seconds:
             return
-        size_class, ratio = self._class_of(estimate), seconds / estimate
-        usual = size_class.seconds.get(threads)
-        size_class.seconds[threads] = ratio if usual is None else usual + _SMOOTHING * (ratio - usual)
-        if threads == size_class.threads:
-            size_class.steps_to_trial -= 1
-            if usual is not None and ratio > _SURPRISE * usual:
-                size_class.interval = _FIRST_INTERVAL
-                size_class.steps_to_trial = min(size_class.steps_to_trial, _FIRST_INTERVAL)
-            return
-        self._judge_trial(size_class, threads)
+        size_class = self._class_of(estimate)
+        record = size_class.record_trial if size_class.in_trial else size_class.record
+        record(seconds / estimate)
 
     def _class_of(self, estimate: float) -> _SizeClass:
         # A factor of four: single decodes, small batches, large batches and prompt chunks are apart.
         key = int(math.log2(estimate) // 2)
         if key not in self._classes:
-            self._classes[key] = _SizeClass(self.limit)
+            middle = 2.0 ** (2 * key + 1)
+            self._classes[key] = _SizeClass(max(1, min(self.limit, int(middle / self._min_thread_seconds))))
         return self._classes[key]
-
-    def _trial(self, size_class: _SizeClass) -> int:
-        """Half as many threads again, or a third fewer; the other direction next time."""
-        now = size_class.threads
-        up, down = min(self.limit, now + max(1, now // 2)), max(1, now - max(1, now // 3))
-        return (up if size_class.upward else down) if up > now > down else up if up > now else down
-
-    def _judge_trial(self, size_class: _SizeClass, tried: int) -> None:
-        present = size_class.seconds.get(size_class.threads, math.inf)
-        if size_class.seconds[tried] < _GAIN * present:
-            size_class.threads = tried
-            size_class.interval = _FIRST_INTERVAL
-        else:
-            size_class.upward = not size_class.upward
-            size_class.interval = min(2 * size_class.interval, _LAST_INTERVAL)
-        # Old times of the others say little about how busy the machine is when they are tried next.
-        size_class.seconds = {n: t for n, t in size_class.seconds.items() if n == size_class.threads}
-        size_class.steps_to_trial = size_class.interval

@@ -55,7 +55,7 @@ class LeafTier(Tier):
             self._leaves.angles.forget()
             if head is not None:
                 argmax = head.take_argmax()
-        self._threads.record(estimate, threads, time.perf_counter() - start)
+        self._threads.record(estimate, time.perf_counter() - start)
         return output if argmax is None else StepOutput(None, argmax)
 
     def refusals(self) -> dict[str, int]:

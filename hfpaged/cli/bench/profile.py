@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hfpaged.cli.bench.peaks import Peaks
 from hfpaged.native.kv_layout import KVLayout
+from hfpaged.program.description import Model
 from hfpaged.program.program import StepProgram
 from hfpaged.program.step_arrays import KVPairs
 from hfpaged.runtime.batch import StepBatch
@@ -70,23 +71,13 @@ class Profiler:
 
     def run(self, shape: StepShape) -> Profile:
         """Profile one shape."""
-        kv, batch = self._pool(shape), make_batch(shape, self._vocab)
+        kv, batch = make_pool(shape, self._program.description), make_batch(shape, self._vocab)
         samples = batch.query_start[1:].astype(np.int64) - 1
         self._program.profile(batch, kv, samples)
         runs = [self._program.profile(batch, kv, samples) for _ in range(_REPEATS)]
         seconds = statistics.median(sum(run.values()) for run in runs)
         operations = {label: statistics.median(run[label] for run in runs) for label in runs[0]}
         return Profile(shape, seconds, self._least_seconds(shape) / seconds, operations)
-
-    def _pool(self, shape: StepShape) -> KVPairs:
-        blocks = shape.requests * -(-shape.context // BLOCK_SIZE)
-        pool = []
-        for layer in self._program.description.layers:
-            attention = layer.attention
-            layout = KVLayout(blocks, BLOCK_SIZE, attention.kv_heads, attention.key_dim, attention.value_dim)
-            # Pages that nobody wrote would all be one page of zeros, and reading them would cost nothing.
-            pool.append(layout.views(torch.full(layout.memory_shape, 0.5, dtype=self._program.description.dtype)))
-        return pool
 
     def _least_seconds(self, shape: StepShape) -> float:
         model, element = self._program.description, self._program.description.dtype.itemsize
@@ -101,6 +92,18 @@ class Profiler:
             kv_bytes += shape.requests * shape.context * one.kv_heads * (one.key_dim + one.value_dim) * element
         products = max(product_flops / self._peaks.flops, self._program.packed_bytes / self._peaks.read_bytes)
         return products + max(attention_flops / self._peaks.flops, kv_bytes / self._peaks.read_bytes)
+
+
+def make_pool(shape: StepShape, model: Model) -> KVPairs:
+    """Keys and values of all layers, with room for a step and its contexts."""
+    blocks = shape.requests * -(-shape.context // BLOCK_SIZE)
+    pool = []
+    for layer in model.layers:
+        attention = layer.attention
+        layout = KVLayout(blocks, BLOCK_SIZE, attention.kv_heads, attention.key_dim, attention.value_dim)
+        # Pages that nobody wrote would all be one page of zeros, and reading them would cost nothing.
+        pool.append(layout.views(torch.full(layout.memory_shape, 0.5, dtype=model.dtype)))
+    return pool
 
 
 def make_batch(shape: StepShape, vocab: int) -> StepBatch:
