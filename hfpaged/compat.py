@@ -10,7 +10,7 @@ import inspect
 from functools import lru_cache
 from typing import Any
 
-from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.generation.utils import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 CACHE_NAMES = ("cache", "past_key_values")
@@ -39,6 +39,20 @@ def is_user_cache(cache: Any) -> bool:
 def decoder_only_output(sequences: Any, scores: Any, logits: Any, cache: Any = None) -> GenerateDecoderOnlyOutput:
     """`GenerateDecoderOnlyOutput` with the cache under this release's name."""
     return GenerateDecoderOnlyOutput(sequences=sequences, scores=scores, logits=logits, **{cache_field(): cache})
+
+
+def beam_output(
+    sequences: Any, sequences_scores: Any, scores: Any, logits: Any, beam_indices: Any
+) -> GenerateBeamDecoderOnlyOutput:
+    """`GenerateBeamDecoderOnlyOutput` without a cache."""
+    return GenerateBeamDecoderOnlyOutput(
+        sequences=sequences,
+        sequences_scores=sequences_scores,
+        scores=scores,
+        logits=logits,
+        beam_indices=beam_indices,
+        **{cache_field(): None},
+    )
 
 
 def causal_output(logits: Any, cache: Any) -> CausalLMOutputWithPast:

@@ -7,6 +7,8 @@ decoding method up on the class. Only those methods are overridden; whatever the
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import (
@@ -19,13 +21,14 @@ from transformers import (
 
 from hfpaged.compat import cache_field
 from hfpaged.errors import NotPatchedError, UnsupportedOptionError
+from hfpaged.generation.beam_search import BeamSearch
 from hfpaged.generation.call import GenerateCall, PreparedCriteria, PreparedProcessors, RequestOptions
 from hfpaged.generation.engine import Engine
 from hfpaged.generation.lockstep import LockstepLoop
 from hfpaged.generation.outputs import generate_output
 from hfpaged.generation.paged_model import PagedModel
 from hfpaged.generation.readers import release_reader
-from hfpaged.generation.routing import loop_reason, stock_reason
+from hfpaged.generation.routing import beam_reason, loop_reason, stock_reason
 from hfpaged.generation.rows import row_processors, row_specs
 from hfpaged.generation.speculation import speculation_options
 from hfpaged.runtime.handle import GenerationHandle
@@ -92,9 +95,10 @@ class PagedGenerationMixin:
     def _beam_search(self, input_ids: Any, **arguments: Any) -> Any:
         engine = _engine_for(self, arguments)
         call, reason = _routed(self, engine, input_ids, arguments)
-        reason = reason or loop_reason(self, call)
+        reason = reason or beam_reason(self, call)
         if reason is None:
-            return _run_loop(self, engine, "_beam_search", call, arguments, repeats=call.config.num_beams)
+            with _paged_rows(self, engine, call, repeats=call.config.num_beams) as paged:
+                return BeamSearch(self, paged, call).run()
         _leave_to_stock(engine, call, reason)
         return stocks(self, "_beam_search")(input_ids, **arguments)
 
@@ -108,7 +112,7 @@ class PagedGenerationMixin:
             return _run_on_engine(self, engine, call, guesses)
         reason = reason or loop_reason(self, call)
         if reason is None:
-            return _run_loop(self, engine, "_assisted_decoding", call, arguments, repeats=1)
+            return _run_assisted_loop(self, engine, call, arguments)
         _leave_to_stock(engine, call, reason)
         return stocks(self, "_assisted_decoding")(input_ids, **arguments)
 
@@ -139,26 +143,26 @@ def _routed(
     return call, "unpatched" if engine is None else stock_reason(model, call, cache)
 
 
-def _run_loop(
-    model: PreTrainedModel,
-    engine: Engine,
-    method: str,
-    call: GenerateCall,
-    arguments: dict[str, Any],
-    repeats: int,
-) -> Any:
-    """Run one of Transformers' own decoding loops with its forwards, and its cache, on the engine."""
+@contextmanager
+def _paged_rows(model: PreTrainedModel, engine: Engine, call: GenerateCall, repeats: int) -> Iterator[PagedModel]:
+    """Rows of the engine for a loop that runs on this thread, which are freed when it is left."""
     if call.options.seed is not None:
         raise UnsupportedOptionError(
-            f"hfpaged={{'seed': ...}} does not apply to Transformers' own {method.strip('_').replace('_', ' ')} "
-            "loop, which draws from PyTorch's generator"
+            "hfpaged={'seed': ...} does not apply to beams and to Transformers' own assisted decoding, which draw from "
+            "PyTorch's generator"
         )
     paged = PagedModel(model, engine, call.options, call.config.max_length, repeats)
-    arguments = {**arguments, cache_field(): paged.paged_cache}
     try:
-        output = getattr(GenerationMixin, method)(paged, call.input_ids, **arguments)
+        yield paged
     finally:
         paged.paged_cache.close()
+
+
+def _run_assisted_loop(model: PreTrainedModel, engine: Engine, call: GenerateCall, arguments: dict[str, Any]) -> Any:
+    """Transformers' own assisted decoding with its forwards, and its cache, on the engine."""
+    with _paged_rows(model, engine, call, repeats=1) as paged:
+        arguments = {**arguments, cache_field(): paged.paged_cache}
+        output = GenerationMixin._assisted_decoding(paged, call.input_ids, **arguments)
     if call.config.return_dict_in_generate:
         output[cache_field()] = None
     return output

@@ -42,6 +42,19 @@ def pad_token(call: GenerateCall) -> int:
     return 0 if pad is None else int(pad)
 
 
+def num_end_tokens(call: GenerateCall) -> int:
+    """How many tokens end a sequence."""
+    end = call.config._eos_token_tensor
+    return 0 if end is None else end.shape[0]
+
+
+def beam_fill_token(call: GenerateCall) -> int:
+    """Id that fills a beam after its end, as stock chooses it: a pad token of 0 counts as none."""
+    if not num_end_tokens(call):
+        return -1
+    return pad_token(call) or int(call.config._eos_token_tensor[0])
+
+
 def ended_row_scores(call: GenerateCall, like: torch.Tensor) -> torch.Tensor:
     """Scores of a row after its end: its only possible token is pad."""
     scores = torch.full_like(like, float("-inf"))

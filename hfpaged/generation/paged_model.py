@@ -1,9 +1,9 @@
-"""Transformers' own decoding loops over the engine: a stand-in for the model, and a stand-in for its cache.
+"""Decoding loops over the engine: a stand-in for the model, and a stand-in for its cache.
 
-Beam search, assisted decoding and the like are loops around `model(input_ids, cache=...)` that reorder and crop the
-cache. `PagedModel` answers that call from the engine, and `PagedCache` turns reordering into copies of block tables and
-cropping into freed blocks. The loops run unmodified, on the caller's thread, and share the engine's steps with
-everybody else.
+Beam search and assisted decoding are loops around `model(input_ids, cache=...)` that reorder and crop the cache.
+`PagedModel` answers that call from the engine, and `PagedCache` turns reordering into copies of block tables and
+cropping into freed blocks. The loops, Transformers' own or `BeamSearch`, run on the caller's thread and share the
+engine's steps with everybody else.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ class PagedCache(Cache):
         self._engine.feed(list(zip(self.rows, tokens, strict=True)), logits_for)
         self._padded_len += len(tokens[0])
 
-    def logits(self) -> torch.Tensor:
-        """Wait for the logits that were asked for last: fp32 [B, k, V]."""
+    def logits(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for the logits that were asked for last: fp32 [B, k, V], in the memory of `out` if given."""
         taken = [row.take_logits() for row in self.rows]
         if any(logits is None for logits in taken):
             raise RequestCancelled("a row of this call was cancelled")
-        return torch.stack(taken)
+        return torch.stack(taken, out=out)
 
     def close(self) -> None:
         """End all rows and free their blocks."""
@@ -144,12 +144,16 @@ class PagedModel(GenerationMixin):
         """One forward of the loop: [B, n] new tokens of every row. Returns logits [B, logits_to_keep, V]."""
         wanted = logits_to_keep or input_ids.shape[1]
         if not self.paged_cache.rows:
-            self.paged_cache.start(self._specs(input_ids, attention_mask, wanted), input_ids.shape[1])
-            if self._options.scope is not None:
-                self._options.scope.add(self.paged_cache.rows)
+            self.start(input_ids, attention_mask, wanted)
         else:
             self.paged_cache.extend(input_ids.tolist(), wanted)
         return causal_output(self.paged_cache.logits().to(input_ids.device), self.paged_cache)
+
+    def start(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None, logits_for: int = 1) -> None:
+        """Begin the rows of the cache with [B, L] prompts; the last `logits_for` tokens of each get logits."""
+        self.paged_cache.start(self._specs(input_ids, attention_mask, logits_for), input_ids.shape[1])
+        if self._options.scope is not None:
+            self._options.scope.add(self.paged_cache.rows)
 
     def _specs(self, input_ids: torch.LongTensor, mask: torch.Tensor | None, logits_for: int) -> list[RequestSpec]:
         prompts = unpadded(input_ids, mask, vocabulary_size(self._model))

@@ -69,6 +69,12 @@ def loop_reason(model: PreTrainedModel, call: GenerateCall) -> str | None:
     return None
 
 
+def beam_reason(model: PreTrainedModel, call: GenerateCall) -> str | None:
+    """Why beam search cannot run over the engine, or None if it can."""
+    # Stock knows how to refuse it.
+    return "low_memory beams" if call.config.low_memory else loop_reason(model, call)
+
+
 def _inputs_reason(call: GenerateCall, cache: object | None) -> str | None:
     if call.synced_gpus:
         return "synced_gpus"

@@ -18,6 +18,7 @@ from hfpaged.program import abi
 from hfpaged.program.admission import Gatekeeper
 from hfpaged.program.assemble import Assembler, ProgramLayout
 from hfpaged.program.description import NotRecognized
+from hfpaged.program.logits_memory import LogitsMemory
 from hfpaged.program.native_program import NativeProgram, OpRange
 from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.recognize import recognize_model
@@ -44,6 +45,7 @@ class StepProgram:
         self._gate = gate
         self._threads = threads
         self._cache: CachePointers | None = None
+        self._memory = LogitsMemory()
 
     @classmethod
     def build(
@@ -129,7 +131,7 @@ class StepProgram:
             NativeKernelError: the batch does not fit the tables or the cache. Nothing was computed.
         """
         argmax = np.empty(len(sample_rows), dtype=np.int64)
-        logits = torch.empty(len(sample_rows), self.description.head.out_features) if want_logits else None
+        logits = self._memory.take(len(sample_rows), self.description.head.out_features) if want_logits else None
         step = self._step(batch, kv, sample_rows, argmax)
         step.logits = None if logits is None else logits.data_ptr()
         self._run_timed(step)

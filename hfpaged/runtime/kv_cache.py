@@ -10,6 +10,8 @@ from hfpaged.runtime.attention.interface import AttentionBackend
 from hfpaged.runtime.step import LayerKV, SeenLayer
 
 BlockContent = list[torch.Tensor]
+# NumPy has no bfloat16 and no 8-bit floats; moving them takes no more than their size.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
 class KVCache:
@@ -25,6 +27,9 @@ class KVCache:
     def __init__(self, backend: AttentionBackend, seen: list[SeenLayer], num_blocks: int, spare_blocks: int = 0):
         self.num_blocks = num_blocks
         self.layers = [LayerKV(*backend.allocate(layer.shape, num_blocks + spare_blocks)) for layer in seen]
+        self._on_host = [
+            tensor.view(_BITS[tensor.itemsize]).numpy() for tensor in self._tensors() if tensor.device.type == "cpu"
+        ]
 
     @staticmethod
     def bytes_per_block(backend: AttentionBackend, seen: list[SeenLayer]) -> int:
@@ -35,6 +40,12 @@ class KVCache:
 
     def copy(self, pairs: tuple[tuple[int, int], ...]) -> None:
         """Copy block contents, (source, destination) each; no destination is another pair's source."""
+        if self._on_host:
+            # Small copies, but into no other memory first.
+            for array in self._on_host:
+                for source, destination in pairs:
+                    array[destination] = array[source]
+            return
         sources, destinations = (list(ids) for ids in zip(*pairs, strict=True))
         for tensor in self._tensors():
             tensor[destinations] = tensor[sources]

@@ -52,6 +52,31 @@ def test_beams_give_stocks_sequences_and_scores(models, options):
     assert engine.stats()["blocks_free"] == engine.stats()["blocks_total"]
 
 
+class Keeping:
+    """Keeps what it is shown, as a plot of beams would, and gives back one tensor of its own for every step."""
+
+    def __init__(self):
+        self.shown = []
+        self.given = torch.empty(0)
+
+    def __call__(self, input_ids, scores):
+        self.shown.append((input_ids, scores))
+        self.given.resize_(scores.shape).copy_(scores).mul_(1.1)
+        return self.given
+
+
+def test_a_processor_may_keep_the_scores_of_beams_and_reuse_its_own(models):
+    options = {"num_beams": 3, "max_new_tokens": 6, "return_dict_in_generate": True, "output_scores": True}
+    processors, outputs = (Keeping(), Keeping()), []
+    for model, processor in zip(models, processors, strict=True):
+        outputs.append(model.generate(**left_padded(PROMPTS), logits_processor=[processor], pad_token_id=0, **options))
+    expected, got = outputs
+    torch.testing.assert_close(got.scores, expected.scores, atol=1e-4, rtol=0)
+    shown = [[shown[part] for shown in one.shown] for part in (0, 1) for one in processors]
+    assert all(torch.equal(a, b) for a, b in zip(shown[0], shown[1], strict=True))
+    torch.testing.assert_close(shown[3], shown[2], atol=1e-4, rtol=0)
+
+
 def test_beams_of_one_prompt_share_its_blocks(models):
     _, patched = models
     engine = hfpaged.engine(patched)
@@ -109,3 +134,9 @@ def test_a_seed_is_refused_where_it_would_do_nothing(models):
     ids = torch.tensor([PROMPTS[0]])
     with pytest.raises(hfpaged.errors.UnsupportedOptionError, match="seed"):
         patched.generate(ids, num_beams=2, do_sample=True, max_new_tokens=3, hfpaged={"seed": 3})
+
+
+def test_beams_with_low_memory_are_refused_as_in_stock(models):
+    for model in models:
+        with pytest.raises(ValueError, match="low_memory"):
+            model.generate(torch.tensor([PROMPTS[0]]), num_beams=2, low_memory=True, max_new_tokens=3, pad_token_id=0)
