@@ -55,6 +55,18 @@ class Engine(EngineCore):
             call.options.scope.add(handles)
         return handles[0]
 
+    def warm_up(self) -> int:
+        """Build the pool and compile the step before anybody waits for it.
+
+        On a device that replays steps, those of all batch sizes up to `max_requests` are captured, with a progress bar;
+        otherwise each is captured when it is first needed.
+
+        Returns:
+            How many steps were captured.
+        """
+        self.submit([0], max_new_tokens=1, do_sample=False, hfpaged={"prefix_cache": False}).result()
+        return self.capture_ahead()
+
 
 def _single_row_call(
     model: PreTrainedModel,

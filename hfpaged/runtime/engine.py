@@ -91,6 +91,10 @@ class EngineCore:
         """Say that the weights changed: needed with `weights="frozen"` only."""
         self._driver.call(self._stepper.on_weights_changed)
 
+    def capture_ahead(self) -> int:
+        """Capture the steps that requests like the last ones will need. Returns how many; 0 where none ever are."""
+        return self._driver.call(self._stepper.capture_ahead)
+
     def release(self) -> None:
         """Free the KV pool and everything made from the weights; the next request builds them again.
 

@@ -108,6 +108,7 @@ def _description(workspace: Workspace | None) -> dict[str, Any]:
             "tier_refusals": {},
             "quantization": {},
             "capture_problem": None,
+            "capture_breaks": {},
             "block_size": 0,
         }
     return {
@@ -117,6 +118,7 @@ def _description(workspace: Workspace | None) -> dict[str, Any]:
         "tier_reason": workspace.tier_reason,
         "tier_refusals": workspace.tier.refusals(),
         "capture_problem": workspace.tier.capture_problem,
+        "capture_breaks": workspace.tier.breaks(),
         "quantization": quantized_modules(workspace.view.model),
         "block_size": workspace.pool.block_size,
     }

@@ -91,6 +91,11 @@ class Stepper:
         """Build the workspace if there is none yet, so that its capacity is known."""
         return self.workspaces.prepare(self._config, spec)
 
+    def capture_ahead(self) -> int:
+        """Capture what the steps of requests like the last ones will need. Returns how many steps were captured."""
+        current = self.workspaces.current
+        return 0 if current is None else current.tier.capture_ahead(self._config.max_requests)
+
     def admit(self, specs: Sequence[RequestSpec], handles: Sequence[GenerationHandle]) -> None:
         """Queue the rows of one call. Whatever goes wrong ends all of them with that error, and nothing else."""
         try:

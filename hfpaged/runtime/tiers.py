@@ -56,6 +56,14 @@ class Tier(ABC):
         """Why steps are not captured (any more); None: they are, or the tier has no use for it."""
         return None
 
+    def breaks(self) -> dict[str, int]:
+        """How many modules run as they are between the pieces of captured steps, by class."""
+        return {}
+
+    def capture_ahead(self, most_requests: int) -> int:
+        """Capture what steps of up to so many requests will need, showing the progress. Returns how many were."""
+        return 0
+
     def refusals(self) -> dict[str, int]:
         """How many modules could have run natively but keep their own forward, by reason."""
         return {}

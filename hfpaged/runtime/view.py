@@ -128,7 +128,10 @@ class _TwinBuilder:
         if not any(config is live for config in self.live_configs):
             self.live_configs.append(live)
             # One memo for all: a sub-config reached from two places stays one object.
-            copy.deepcopy(live, self._copied_configs)._attn_implementation = ATTENTION_NAME
+            copied = copy.deepcopy(live, self._copied_configs)
+            copied._attn_implementation = ATTENTION_NAME
+            # Forwards that know of one look at every input, on the host, to warn of padding. There is none here.
+            copied.pad_token_id = None
         return self._copied_configs[id(live)]
 
 

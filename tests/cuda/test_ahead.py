@@ -124,7 +124,7 @@ def test_max_time_ends_a_text_a_step_late_at_most(model):
     assert time.perf_counter() - began < WAIT_SECONDS
 
 
-def test_a_processor_of_the_host_takes_every_other_step_and_nobody_else_does(model, texts):
+def test_a_processor_of_the_host_takes_every_other_step_and_nobody_else_does(model, texts, cuda):
     stock = build_tiny("llama")
     want = alone(stock, PROMPTS[1], max_new_tokens=NEW, repetition_penalty=1.5, **GREEDY)
     engine = hfpaged.engine(model)
@@ -138,6 +138,8 @@ def test_a_processor_of_the_host_takes_every_other_step_and_nobody_else_does(mod
     after = stats(model)
     assert after["host_drawn_tokens"] - before["host_drawn_tokens"] == NEW
     assert after["steps"] - before["steps"] == 2 * NEW
+    # Drawing for it does not wait for the step that is running.
+    assert cuda.device.turns_beside == NEW
 
 
 @pytest.mark.parametrize(
@@ -218,7 +220,7 @@ def test_more_draws_than_a_step_takes_are_the_hosts(cuda):
         assert stats(model)["host_drawn_tokens"] == 2
 
 
-def test_scores_and_logprobs(model, texts):
+def test_scores_and_logprobs(model, texts, cuda):
     out = model.generate(
         **left_padded(PROMPTS[:1]), max_new_tokens=4, return_dict_in_generate=True, output_scores=True, **GREEDY
     )
@@ -227,6 +229,8 @@ def test_scores_and_logprobs(model, texts):
     )
     for mine, theirs in zip(out.scores, stock.scores, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+    # Scores and logits were computed beside the stream that callers work on.
+    assert len(cuda.device.handed_over) == 2 * 4
 
 
 def test_cancelling_with_a_step_in_flight_frees_everything(model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,11 @@ from batches import alone, random_prompts
 from engine.hooks import WAIT_SECONDS, paused
 from families import build_tiny
 from standin.fake_flashinfer import Misuse
+from transformers import LlamaModel
 
 import hfpaged
 from hfpaged.runtime.batch import StepBatch
-from hfpaged.runtime.device.inputs import padded
+from hfpaged.runtime.device.inputs import MOST_SINGLE_TOKENS, padded, single_tokens
 
 GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 NEW = 10
@@ -50,21 +53,129 @@ def stock(family, prompts, new=NEW):
     return [alone(model, prompt, max_new_tokens=new, **GREEDY) for prompt in prompts]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_replays_give_the_same_texts(patched, cuda, family, rows):
     prompts = random_prompts((20, 5, 33)[:rows])
     _, engine = patched(family)
     assert together(engine, prompts) == stock(family, prompts)
     counted = engine.stats()
-    if counted["capture_problem"]:
-        # Its experts are found on the host; that is named, and the step runs uncaptured.
-        assert "cannot be captured" in counted["capture_problem"]
-        assert family in ("gpt_oss", "deepseek_v3")
-    else:
-        # One step to read the prompts, one to warm up this size.
+    assert (counted["capture_problem"], counted["capture_breaks"]) == (None, {})
+    # One step to read the prompts, one to warm up this size.
+    assert counted["captured_steps"] == NEW - 2
+    assert cuda.device.captures == 1
+
+
+def with_experts_that_count_their_tokens():
+    model = build_tiny("mixtral")
+    model.set_experts_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_modules_that_look_at_their_numbers_run_between_pieces(cuda, rows):
+    prompts = random_prompts((20, 5, 33)[:rows])
+    model = with_experts_that_count_their_tokens()
+    layers = model.config.num_hidden_layers
+    with hfpaged.patched(model):
+        engine = hfpaged.engine(model)
+        assert together(engine, prompts) == stock("mixtral", prompts)
+        counted = engine.stats()
+        assert counted["capture_breaks"] == {"MixtralExperts": layers}
+        assert counted["capture_problem"] is None
         assert counted["captured_steps"] == NEW - 2
-        assert cuda.device.captures == 1
+        # The first attempt failed.
+        assert cuda.device.captures == 1 + layers + 1
+        assert not any("forward" in vars(module) for module in captured(engine)._recorder._model.modules())
+
+
+class Watching(LlamaModel):
+    """A backbone that looks at its input on the host."""
+
+    def forward(self, input_ids, **options):
+        assert input_ids.max().item() < 1 << 20
+        return super().forward(input_ids, **options)
+
+
+def test_what_holds_attention_layers_is_not_left_out_of_a_capture(patched):
+    prompts = random_prompts((20, 5))
+    model, engine = patched()
+    model.model.__class__ = Watching
+    assert together(engine, prompts) == stock("llama", prompts)
+    counted = engine.stats()
+    assert counted["captured_steps"] == 0
+    assert counted["capture_problem"].startswith("the step cannot be captured (RuntimeError: aten._local_scalar_dense")
+    assert counted["capture_breaks"] == {}
+
+
+def test_steps_that_verify_guesses_are_captured(patched):
+    prompt = (random_prompts((6,))[0] * 6)[:30]
+    model, engine = patched()
+    options = {"max_new_tokens": 40, "prompt_lookup_num_tokens": 3, **GREEDY}
+    alone(model, prompt, **options)
+    before = engine.stats()
+    again = alone(model, prompt, **options)
+    after = engine.stats()
+    assert [again] == stock("llama", [prompt], 40)
+    assert after["accepted_tokens"] - before["accepted_tokens"] > 5
+    # All but the one that reads the prompt.
+    assert after["captured_steps"] - before["captured_steps"] == after["steps"] - before["steps"] - 1
+
+
+def test_steps_of_a_draft_model_are_captured(patched):
+    draft, options = build_tiny("llama"), {"num_assistant_tokens": 3}
+    model, engine = patched()
+    prompt = random_prompts((20,))[0]
+    want = stock("llama", [prompt], 20)[0]
+    assert alone(model, prompt, max_new_tokens=20, assistant_model=draft, **options, **GREEDY) == want
+    (drafts,) = engine._stepper._speculation._draft_models.values()
+    assert drafts._steps.workspaces.current.tier.replayed_steps > 5
+
+
+def test_a_request_with_guesses_is_one_for_each_of_its_tokens():
+    batch = StepBatch(
+        token_ids=np.array([7, 8, 9, 4]),
+        positions=np.array([15, 16, 17, 3]),
+        slots=np.array([31, 48, 49, 67]),
+        query_start=np.array([0, 3, 4], dtype=np.int32),
+        context_len=np.array([18, 4], dtype=np.int32),
+        table_rows=np.array([5, 2], dtype=np.int32),
+        block_tables=np.zeros((6, 4), dtype=np.int32),
+        block_size=16,
+        logit_rows=np.arange(4),
+        feedback=np.full(4, -1),
+    )
+    single = single_tokens(batch)
+    assert single.query_start.tolist() == [0, 1, 2, 3, 4]
+    assert single.context_len.tolist() == [16, 17, 18, 4]
+    assert single.table_rows.tolist() == [5, 5, 5, 2]
+    assert single.slots is batch.slots
+    assert single_tokens(single) is single
+    long = MOST_SINGLE_TOKENS + 1
+    assert single_tokens(replace(batch, query_start=np.array([0, long], dtype=np.int32))) is None
+
+
+def test_warming_up_captures_all_sizes_that_requests_can_need(patched, cuda, capfd):
+    prompts = random_prompts((4, 5, 6))
+    _, engine = patched(max_requests=20)
+    assert engine.warm_up() == 6
+    assert captured(engine).sizes == [1, 2, 4, 8, 16, 24]
+    assert "capturing steps" in capfd.readouterr().err
+    captures = cuda.device.captures
+    assert engine.stats()["captured_steps"] == 0
+    assert together(engine, prompts) == stock("llama", prompts)
+    assert cuda.device.captures == captures
+    # All but the step that reads the prompts, and the one token that comes first.
+    assert engine.stats()["captured_steps"] == NEW - 1 + 1
+
+
+def test_warming_up_stops_when_the_memory_for_captured_steps_is_used_up(patched, cuda):
+    cuda.device.memory, cuda.device.memory_of_a_capture = 1 << 30, 1 << 26
+    _, engine = patched(max_requests=20, num_blocks=64)
+    engine.warm_up()
+    # A tenth of it is room for two; the largest came first.
+    assert captured(engine).sizes == [16, 24]
+    assert engine.stats()["capture_problem"] == "the memory for captured steps is used up"
 
 
 def test_a_batch_is_padded_to_the_next_size(patched):

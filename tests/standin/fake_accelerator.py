@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
-from hfpaged.runtime.device.accelerator import Accelerator, Captured, Mark
+from hfpaged.runtime.device.accelerator import Accelerator, Mark, Recording
 
 CPU = torch.device("cpu")
 POISON = -12345
@@ -75,7 +76,9 @@ class FakeAccelerator(Accelerator):
         host_waits: how often the host had to wait for work that was not known to be done.
         captures, replays: how many.
         recorder: what records now, if anything does.
-        replay_number: of the replay that runs now; None outside.
+        turns_beside: how often work was queued beside the stream.
+        handed_over: shapes of what came from there.
+        replaying: recording and number of the replay that runs now; None outside.
         fails_to_capture: makes the next captures fail.
     """
 
@@ -84,7 +87,9 @@ class FakeAccelerator(Accelerator):
         self.page_locked, self.on_device = Storages(), Storages()
         self.host_waits = self.captures = self.replays = 0
         self.recorder: Recorder | None = None
-        self.replay_number: int | None = None
+        self.turns_beside = 0
+        self.handed_over: list[torch.Size] = []
+        self.replaying: tuple[int, int] | None = None
         self.fails_to_capture = False
         self.memory = 1 << 40
         self.memory_of_a_capture = 0
@@ -117,19 +122,22 @@ class FakeAccelerator(Accelerator):
     def mark(self) -> Mark:
         return FakeMark(self, self._queued)
 
-    def capture(self, function: Callable[[], Any]) -> Captured:
+    def beside(self) -> AbstractContextManager[None]:
+        self.forbid_while_capturing("waiting for the device")
+        self.turns_beside += 1
+        return contextlib.nullcontext()
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        self.handed_over.append(tensor.shape)
+
+    def record(self) -> Recording:
         if self.fails_to_capture:
             raise RuntimeError("operation not permitted when stream is capturing")
+        self.forbid_while_capturing("recording")
         self.captures += 1
         self.memory -= self.memory_of_a_capture
-        self.recorder = Recorder()
-        try:
-            with self.recorder:
-                outputs = function()
-            recorded = self.recorder
-        finally:
-            self.recorder = None
-        return Captured(outputs, lambda: self._replay(recorded))
+        self.recorder = Recorder(self)
+        return self.recorder
 
     def free_memory(self) -> int:
         return self.memory
@@ -173,15 +181,6 @@ class FakeAccelerator(Accelerator):
             if not torch.equal(copy.host, copy.content):
                 raise DeviceError("page-locked memory was written while the device was reading it")
 
-    def _replay(self, recorded: Recorder) -> None:
-        self.replays += 1
-        self.replay_number = self.replays
-        try:
-            with torch.no_grad():
-                recorded.replay()
-        finally:
-            self.replay_number = None
-
 
 # What a stream cannot do while it is being captured: their results, or the shapes of them, are the host's to know.
 _WAITING = {
@@ -196,15 +195,28 @@ _WAITING = {
 class Recorder(TorchDispatchMode):
     """Runs operations and remembers them with the memory they read and wrote."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: FakeAccelerator) -> None:
         super().__init__()
+        self._device = device
         self._work: list[Callable[[], None]] = []
+        self._made: dict[int, torch.Tensor] = {}
+        self.__enter__()
+
+    def end(self) -> Callable[[], None]:
+        self.__exit__(None, None, None)
+        self._device.recorder = None
+        # On a real device nothing has been computed yet.
+        for tensor in self._made.values():
+            if tensor.is_floating_point():
+                tensor.fill_(float("nan"))
+        return self.replay
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in _WAITING or _indexes_by_mask(function, args):
             raise RuntimeError(f"{function} is not permitted when stream is capturing")
         result = function(*args, **kwargs)
+        self._note_made(result, (args, kwargs))
         self._work.append(lambda: _copy_into(result, function(*args, **kwargs)))
         return result
 
@@ -212,13 +224,31 @@ class Recorder(TorchDispatchMode):
         """Run and remember a kernel that is not PyTorch's."""
         with _disable_current_modes():
             result = function()
+        self._note_made(result, ())
         self._work.append(lambda: result.copy_(function()))
         return result
 
     def replay(self) -> None:
         """Do it all again in the same memory."""
-        for work in self._work:
-            work()
+        self._device.replays += 1
+        self._device.replaying = (id(self), self._device.replays)
+        try:
+            with torch.no_grad():
+                for work in self._work:
+                    work()
+        finally:
+            self._device.replaying = None
+
+    def _note_made(self, results: Any, arguments: Any) -> None:
+        """Keep results that are memory of the recording's own."""
+        given = {tensor.untyped_storage()._cdata for tensor in _tensors(arguments)}
+        for tensor in _tensors(results):
+            if tensor.untyped_storage()._cdata not in given:
+                self._made[tensor.untyped_storage()._cdata] = tensor
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _indexes_by_mask(function: Any, args: Any) -> bool:

@@ -85,7 +85,7 @@ class Wrapper:
             require(all(buffer.dtype is torch.int32 for buffer in buffers), "buffers are int32")
         self._tables: Tables | None = None
         self._plan_copy: int | None = None
-        self._consumer: int | None = None
+        self._consumers: dict[int, int] = {}
 
     def _plan(self, tables: Tables, pages: torch.Tensor, heads: tuple, options: dict[str, Any]) -> None:
         self.device.forbid_while_capturing("plan()")
@@ -111,7 +111,7 @@ class Wrapper:
             fixed_pages[:count].copy_(pages[:count])
             pages = fixed_pages
         self._tables, self._pages, self._heads, self._options = tables, pages, heads, options
-        self._plan_copy, self._consumer = self.device.queue(), None
+        self._plan_copy, self._consumers = self.device.queue(), {}
 
     def _attend(self, q: torch.Tensor, kv: tuple, sinks: torch.Tensor | None, scale: float | None) -> torch.Tensor:
         require(self._tables is not None, "run() before plan()")
@@ -130,9 +130,10 @@ class Wrapper:
         return self._compute(q, kv, sinks, scale)
 
     def _compute(self, q: torch.Tensor, kv: tuple, sinks: torch.Tensor | None, scale: float | None) -> torch.Tensor:
-        if self._buffers is not None and self.device.replay_number is not None:
-            require(self._consumer in (None, self.device.replay_number), "a replay with the plan of the one before")
-            self._consumer = self.device.replay_number
+        if self._buffers is not None and self.device.replaying is not None:
+            recording, number = self.device.replaying
+            first = self._consumers.setdefault(recording, number)
+            require(first == number, "a replay with the plan of the one before")
         # What the library does inside is not the engine's doing: whoever watches for operations that wait looks away.
         with torch._C.DisableTorchFunction():
             return self._compute_all(q, kv, sinks, scale)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -19,20 +20,19 @@ class Mark(Protocol):
         """Block the host until the device has passed it."""
 
 
-class Captured(NamedTuple):
-    """Work that can be started again, all at once.
+class Recording(Protocol):
+    """Work that is recorded as it is queued, instead of being started."""
 
-    Attributes:
-        outputs: what the captured function returned; a replay writes the same memory.
-        replay: starts the work.
-    """
+    def end(self) -> Callable[[], None]:
+        """Stop recording. The result starts the work, as often as it is called, in the same memory.
 
-    outputs: Any
-    replay: Callable[[], None]
+        Raises:
+            Exception: something was queued that cannot be recorded.
+        """
 
 
 class Accelerator(ABC):
-    """Work is queued on one stream. Nothing here blocks the host but `Mark.synchronize` and `capture`."""
+    """Work is queued on one stream. Nothing here blocks the host but `Mark.synchronize`, `beside` and `record`."""
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -61,12 +61,19 @@ class Accelerator(ABC):
         """A point behind all that has been queued."""
 
     @abstractmethod
-    def capture(self, function: Callable[[], Any]) -> Captured:
-        """Record what `function` queues.
+    def beside(self) -> AbstractContextManager[None]:
+        """Queue work that does not wait for what has been queued. The host waits for all of it at the end.
 
-        Raises:
-            Exception: it did something that cannot be recorded, such as waiting for the device.
+        It may read what the host has waited for (see `mark`), and nothing newer.
         """
+
+    @abstractmethod
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """Let what was computed `beside` be read by whoever works on the stream itself."""
+
+    @abstractmethod
+    def record(self) -> Recording:
+        """Record what this thread queues, until `Recording.end`. Waiting for the device meanwhile is an error."""
 
     @abstractmethod
     def free_memory(self) -> int:
@@ -78,6 +85,9 @@ class CudaAccelerator(Accelerator):
 
     def __init__(self, device: torch.device):
         super().__init__(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
+        self._copying = torch.cuda.Stream(self.device)
+        self._beside = torch.cuda.Stream(self.device)
+        self._recording = torch.cuda.Stream(self.device)
         self._pool: Any = None
 
     def active(self) -> AbstractContextManager[Any]:
@@ -89,8 +99,14 @@ class CudaAccelerator(Accelerator):
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
     def upload(self, host: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Accelerator.upload`."""
-        return host.to(self.device, non_blocking=True) if out is None else out.copy_(host, non_blocking=True)
+        """See `Accelerator.upload`. The copy need not wait for the step that is running."""
+        stream = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(self._copying):
+            arrived = host.to(self.device, non_blocking=True)
+        stream.wait_stream(self._copying)
+        # Its memory was taken on the other stream, which would take it again too early.
+        arrived.record_stream(stream)
+        return arrived if out is None else out.copy_(arrived, non_blocking=True)
 
     def download(self, source: torch.Tensor, host: torch.Tensor) -> None:
         """See `Accelerator.download`."""
@@ -102,20 +118,46 @@ class CudaAccelerator(Accelerator):
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def capture(self, function: Callable[[], Any]) -> Captured:
-        """See `Accelerator.capture`. All graphs share one memory pool: they never run at the same time."""
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """See `Accelerator.beside`."""
+        with torch.cuda.stream(self._beside):
+            yield
+        self._beside.synchronize()
+
+    def hand_over(self, tensor: torch.Tensor) -> None:
+        """See `Accelerator.hand_over`."""
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
+    def record(self) -> Recording:
+        """See `Accelerator.record`. All graphs share one memory pool: they never run at the same time."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # The caller's other threads may use the device meanwhile; only what this one does is restricted.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            outputs = function()
-        return Captured(outputs, graph.replay)
+        return CudaRecording(self._recording, self._pool)
 
     def free_memory(self) -> int:
         """See `Accelerator.free_memory`. What PyTorch has reserved and not used counts as free."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+
+class CudaRecording:
+    """A CUDA graph that is being captured on a stream. `torch.cuda.graph` would leave it current where that fails."""
+
+    def __init__(self, stream: torch.cuda.Stream, pool: Any):
+        torch.cuda.synchronize(stream.device)
+        self._graph = torch.cuda.CUDAGraph()
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.cuda.stream(stream))
+            # Other threads may use the device meanwhile; only what this one does is restricted.
+            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._stream = stack.pop_all()
+
+    def end(self) -> Callable[[], None]:
+        """See `Recording.end`."""
+        with self._stream:
+            self._graph.capture_end()
+        return self._graph.replay
 
 
 def accelerator_for(device: torch.device) -> Accelerator:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import torch
+from transformers.utils import logging
 
 from hfpaged.runtime.attention.interface import AheadBackend
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.device.captured_steps import CapturedSteps
 from hfpaged.runtime.device.fused_norms import FusedNorms
 from hfpaged.runtime.device.inputs import InputWriter, StepInputs
+from hfpaged.runtime.device.pieces import PieceRecorder
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.runtime.tiers import PackedForward, StepOutput, Tier
 from hfpaged.runtime.view import EngineView
@@ -37,21 +39,33 @@ class AheadTier(Tier):
         self._accelerator = backend.accelerator
         self._writer = InputWriter(self._accelerator)
         self._drawn = torch.zeros(most_drawn, dtype=torch.int64, device=self._accelerator.device)
+        self._replayed_steps = 0
+        recorder = PieceRecorder(self._accelerator, view.model, view.step.layers, state.applied)
         self.captured = CapturedSteps(
-            self._accelerator, backend, self._writer, self._forward, self._weights, padding_block
+            self._accelerator, backend, recorder, self._forward, self._weights, padding_block
         )
 
     def run(self, batch: StepBatch, want_logits: bool) -> StepOutput:
         """See `Tier.run`. The output is on the device, may not be there yet, and holds until the next run."""
         with self._accelerator.active():
-            size = self.captured.size_for(batch)
-            found = None if size is None else self.captured.run(batch, size)
+            found = self.captured.run(batch)
             if found is None:
-                inputs = self._writer.write(batch)
-                self._backend.begin_ahead(batch, inputs.slots)
-                found = self._forward(inputs)
+                found = self._run_uncaptured(batch)
+            else:
+                self._replayed_steps += 1
             logits, argmax = found
             return StepOutput(logits[: len(batch.logit_rows)], argmax[: len(batch.logit_rows)])
+
+    def capture_ahead(self, most_requests: int) -> int:
+        """See `Tier.capture_ahead`."""
+        before = len(self.captured.sizes)
+        with self._accelerator.active():
+            for batch in logging.tqdm(list(self.captured.missing(most_requests)), desc="capturing steps", leave=False):
+                # The first step of a size is not captured, and what was once captured is not started here for nothing.
+                if self.captured.problem is None and self.captured.run(batch) is None:
+                    self._run_uncaptured(batch)
+                    self.captured.run(batch)
+        return len(self.captured.sizes) - before
 
     def feed_back(self, drawn: torch.Tensor) -> None:
         """Keep the tokens that the step drew, int64 [n] on the device, for the next one."""
@@ -60,12 +74,16 @@ class AheadTier(Tier):
     @property
     def replayed_steps(self) -> int:
         """See `Tier.replayed_steps`."""
-        return self.captured.replays
+        return self._replayed_steps
 
     @property
     def capture_problem(self) -> str | None:
         """See `Tier.capture_problem`."""
         return self.captured.problem
+
+    def breaks(self) -> dict[str, int]:
+        """See `Tier.breaks`."""
+        return dict(self.captured.breaks)
 
     def refusals(self) -> dict[str, int]:
         """See `Tier.refusals`."""
@@ -74,6 +92,11 @@ class AheadTier(Tier):
     def on_weights_changed(self) -> None:
         """Captured steps read the memory that the weights were in."""
         self.captured.on_weights_changed()
+
+    def _run_uncaptured(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = self._writer.write(batch)
+        self._backend.begin_ahead(batch, inputs.slots)
+        return self._forward(inputs)
 
     def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
         """(logits [S, V], their argmax int64 [S])."""

@@ -12,6 +12,9 @@ from hfpaged.runtime.batch import PADDING_ROW, StepBatch
 from hfpaged.runtime.device.accelerator import Accelerator
 from hfpaged.runtime.device.staging import PinnedRing
 
+# Of one request, in a step that is run as if each token were one.
+MOST_SINGLE_TOKENS = 16
+
 
 class StepInputs(NamedTuple):
     """All int64, on the device; T tokens, S wanted rows of logits, one at least.
@@ -50,6 +53,25 @@ class InputWriter:
         )
 
 
+def single_tokens(batch: StepBatch) -> StepBatch | None:
+    """The same step with a request for each token, in the blocks of its own; None if it has better uses than that.
+
+    A token sees those before it whichever step they are in: all keys and values of a step are there before it attends.
+    Each reads all that it sees by itself, though, so this is for a few guesses, not for prompts.
+    """
+    counts = np.diff(batch.query_start)
+    if counts.max() > MOST_SINGLE_TOKENS:
+        return None
+    if len(counts) == len(batch.token_ids):
+        return batch
+    return replace(
+        batch,
+        query_start=np.arange(len(batch.token_ids) + 1, dtype=np.int32),
+        context_len=(batch.positions + 1).astype(np.int32),
+        table_rows=np.repeat(batch.table_rows, counts),
+    )
+
+
 def padded(batch: StepBatch, size: int, padding_block: int) -> StepBatch:
     """A batch of one token for each of R requests, made one of `size` by requests that attend to themselves alone.
 
@@ -58,15 +80,29 @@ def padded(batch: StepBatch, size: int, padding_block: int) -> StepBatch:
     count = size - len(batch.context_len)
     if count == 0:
         return batch
-    zeros = np.zeros(count, dtype=np.int64)
+    padding = padding_batch(count, padding_block, batch.block_size)
+    names = ("token_ids", "positions", "feedback", "slots", "context_len", "table_rows")
+    joined = {name: np.concatenate([getattr(batch, name), getattr(padding, name)]) for name in names}
     return replace(
         batch,
-        token_ids=np.concatenate([batch.token_ids, zeros]),
-        positions=np.concatenate([batch.positions, zeros]),
-        feedback=np.concatenate([batch.feedback, zeros - 1]),
-        slots=np.concatenate([batch.slots, zeros + padding_block * batch.block_size]),
         query_start=np.arange(size + 1, dtype=np.int32),
-        context_len=np.concatenate([batch.context_len, np.ones(count, dtype=np.int32)]),
-        table_rows=np.concatenate([batch.table_rows, np.full(count, PADDING_ROW, dtype=np.int32)]),
+        logit_rows=np.arange(size, dtype=np.int64),
+        **joined,
+    )
+
+
+def padding_batch(size: int, padding_block: int, block_size: int) -> StepBatch:
+    """A batch of nothing but requests that fill up others."""
+    zeros = np.zeros(size, dtype=np.int64)
+    return StepBatch(
+        token_ids=zeros,
+        positions=zeros,
+        feedback=zeros - 1,
+        slots=zeros + padding_block * block_size,
+        query_start=np.arange(size + 1, dtype=np.int32),
+        context_len=np.ones(size, dtype=np.int32),
+        table_rows=np.full(size, PADDING_ROW, dtype=np.int32),
+        block_tables=np.full((1, 1), padding_block, dtype=np.int32),
+        block_size=block_size,
         logit_rows=np.arange(size, dtype=np.int64),
     )

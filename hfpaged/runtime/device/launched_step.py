@@ -22,6 +22,7 @@ class LaunchedStep:
 
     Attributes:
         plan: what was launched.
+        accelerator: where.
         requests: those whose token is drawn on the device, in order.
         drawn: their tokens, int64 [n] on the device; None if there are none.
         tokens: the same in page-locked memory, to be read behind `mark`.
@@ -31,6 +32,7 @@ class LaunchedStep:
     """
 
     plan: Plan
+    accelerator: Accelerator
     requests: list[LiveRequest] = field(default_factory=list)
     drawn: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
@@ -66,7 +68,7 @@ class StepLauncher:
 
     def launch(self, plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput) -> LaunchedStep:
         """Queue the draws of a step whose forward has been queued."""
-        step = LaunchedStep(plan)
+        step = LaunchedStep(plan, self._accelerator)
         places: list[int] = []
         with torch.no_grad(), self._accelerator.active():
             for rows, request_id in plan.sampled_rows():

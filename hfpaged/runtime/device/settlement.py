@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
 
 import torch
 
 from hfpaged.core.scheduler import Scheduler
+from hfpaged.runtime.device.accelerator import Accelerator
 from hfpaged.runtime.device.launched_step import LaunchedStep
 from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_rows, score_prompts
 from hfpaged.runtime.tiers import StepOutput
@@ -45,8 +46,14 @@ def settle(
     """
     step.mark.synchronize()
     outcomes, dropped = _drawn_on_device(step, alive)
-    outcomes += _drawn_on_host(step, alive, sampler)
-    logprobs = score_prompts(step.plan, step.scored, step.scored_output) if step.scored else {}
+    logprobs = {}
+    if step.on_host or step.scored:
+        # The step behind it is running: what the host still has to compute does not wait for that one.
+        with step.accelerator.beside():
+            drawn = _drawn_on_host(step, alive, sampler)
+            logprobs = score_prompts(step.plan, step.scored, step.scored_output) if step.scored else {}
+        _hand_over(drawn, step.accelerator)
+        outcomes += drawn
     for outcome in outcomes:
         _enter(scheduler, outcome, learn)
     return Settlement(
@@ -79,6 +86,14 @@ def _drawn_on_host(step: LaunchedStep, alive: Container[int], sampler: Sampler) 
         requests.append((live, range(first, first + len(logits))))
         first += len(logits)
     return draw_rows(requests, StepOutput(torch.cat([logits for _, logits in on_host]), None), sampler)
+
+
+def _hand_over(outcomes: Sequence[Outcome], accelerator: Accelerator) -> None:
+    """Let callers read the scores that they get."""
+    for outcome in outcomes:
+        for tensor in (*outcome.scores, *outcome.logits):
+            if tensor is not None:
+                accelerator.hand_over(tensor)
 
 
 def _enter(scheduler: Scheduler, outcome: Outcome, learn: Learn) -> None:

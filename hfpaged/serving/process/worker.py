@@ -80,9 +80,7 @@ def _load(settings: CoreSettings, report: Callable[[str, float], None]) -> tuple
     model.patch(**settings.engine_options)
     report("warming up", 0.0)
     engine = hfpaged.engine(model)
-    # The first request builds the pool and compiles the step; better before anybody waits for it.
-    engine.submit([0], max_new_tokens=1, do_sample=False).result()
-    engine.reset_prefix_cache()
+    engine.warm_up()
     report("warming up", 1.0)
     return model, _model_info(model, engine)
 

@@ -1,0 +1,165 @@
+"""What the accelerator asks of PyTorch's CUDA API, in which order, by a recording stand-in for that API."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from hfpaged.runtime.device.accelerator import CudaAccelerator
+
+
+class Cuda:
+    """Streams, events and graphs that note what is done with them; `current` is the stream of the moment."""
+
+    def __init__(self):
+        self.log: list[tuple] = []
+        self.current = "ordinary"
+        self.count = 0
+        self.capture_fails = False
+
+    def make_stream(self, device):
+        self.count += 1
+        return Stream(self, f"stream {self.count}", device)
+
+    @contextlib.contextmanager
+    def on(self, stream):
+        before, self.current = self.current, stream.name
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def note(self, *what):
+        self.log.append((self.current, *what))
+
+
+class Stream:
+    def __init__(self, cuda, name, device):
+        self.cuda, self.name, self.device = cuda, name, device
+
+    def wait_stream(self, other):
+        self.cuda.log.append((self.name, "waits for", other.name))
+
+    def synchronize(self):
+        self.cuda.note("host waits for", self.name)
+
+
+class Graph:
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def capture_begin(self, pool, capture_error_mode):
+        self.cuda.note("begins", pool, capture_error_mode)
+
+    def capture_end(self):
+        if self.cuda.capture_fails:
+            raise RuntimeError("operation failed due to a previous error during capture")
+        self.cuda.note("ends")
+
+    def replay(self):
+        self.cuda.note("replay")
+
+
+class Host:
+    """Page-locked memory."""
+
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def to(self, device, non_blocking):
+        self.cuda.note("copy to", str(device), non_blocking)
+        return Arrived(self.cuda)
+
+
+class Arrived:
+    """Device memory that a copy was made to."""
+
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def record_stream(self, stream):
+        self.cuda.note("memory is read on", stream.name)
+
+
+class Target:
+    """Memory of a captured step."""
+
+    def __init__(self, cuda):
+        self.cuda = cuda
+
+    def copy_(self, source, non_blocking):
+        self.cuda.note("copy on the device", non_blocking)
+        return self
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    cuda = Cuda()
+    monkeypatch.setattr(torch.cuda, "Stream", cuda.make_stream)
+    monkeypatch.setattr(torch.cuda, "stream", cuda.on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(cuda, cuda.current, device))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cuda.note("host waits for all"))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(cuda))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+    return cuda
+
+
+@pytest.fixture
+def accelerator(cuda):
+    return CudaAccelerator(torch.device("cuda", 0))
+
+
+def test_uploads_go_over_a_stream_of_their_own_and_the_step_waits_for_them(cuda, accelerator):
+    accelerator.upload(Host(cuda))
+    copying = cuda.log[0][0]
+    assert copying != "ordinary"
+    assert cuda.log == [
+        (copying, "copy to", "cuda:0", True),
+        ("ordinary", "waits for", copying),
+        ("ordinary", "memory is read on", "ordinary"),
+    ]
+
+
+def test_memory_that_a_step_may_still_read_is_written_in_the_order_of_steps(cuda, accelerator):
+    """A replay reads the same memory as the one before: the copy into it must not overtake that one."""
+    target = Target(cuda)
+    assert accelerator.upload(Host(cuda), target) is target
+    assert cuda.log[-1] == ("ordinary", "copy on the device", True)
+
+
+def test_work_beside_the_steps_is_waited_for_and_nothing_else(cuda, accelerator):
+    with accelerator.beside():
+        cuda.note("draw")
+    beside = cuda.log[0][0]
+    assert beside != "ordinary"
+    assert cuda.log[1:] == [("ordinary", "host waits for", beside)]
+    accelerator.hand_over(Arrived(cuda))
+    assert cuda.log[-1] == ("ordinary", "memory is read on", "ordinary")
+
+
+def test_recordings_share_a_pool_and_leave_the_stream_as_it_was(cuda, accelerator):
+    for _ in range(2):
+        recording = accelerator.record()
+        cuda.note("work")
+        start = recording.end()
+        start()
+    recorded = cuda.log[1][0]
+    assert recorded != "ordinary"
+    assert cuda.log[: len(cuda.log) // 2] == [
+        ("ordinary", "host waits for all"),
+        (recorded, "begins", "pool", "thread_local"),
+        (recorded, "work"),
+        (recorded, "ends"),
+        ("ordinary", "replay"),
+    ]
+    assert cuda.log[5:] == cuda.log[:5]
+
+
+def test_a_recording_that_fails_leaves_the_stream_as_it_was(cuda, accelerator):
+    recording = accelerator.record()
+    cuda.capture_fails = True
+    with pytest.raises(RuntimeError, match="during capture"):
+        recording.end()
+    assert cuda.current == "ordinary"
