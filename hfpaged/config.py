@@ -27,7 +27,7 @@ class EngineConfig:
         prefix_caching: share the KV blocks of equal prefixes, within and across calls.
         preemption: what happens to a request that must give its blocks back: "swap" them to the host, "recompute"
             them later, or "auto", whichever is cheaper.
-        attention_backend: "auto", or the name of one ("flashinfer", "native", "torch").
+        attention_backend: "auto", or the name of one ("flashinfer", "triton", "native", "torch").
         weights: "watch" fingerprints the weights at each call that finds the engine idle; "frozen" promises that
             they never change.
         release_after_call: free the KV pool as soon as no request is running (training loops).

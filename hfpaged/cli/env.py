@@ -12,7 +12,7 @@ import torch
 
 import hfpaged
 from hfpaged.native import library
-from hfpaged.runtime.attention import flashinfer_probe
+from hfpaged.runtime.attention import flashinfer_probe, triton_probe
 
 NAME = "env"
 SUMMARY = "print versions, CPU kernels, threads, memory and GPU"
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     rows = [("hfpaged", hfpaged.__version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
     rows += [(name, package_version(name) or "not installed") for name in PACKAGES]
     rows += [("cpu", cpu_name()), ("kernels", kernels()), ("threads", threads()), ("memory", memory()), ("gpu", gpu())]
-    rows += [("flashinfer", flashinfer())]
+    rows += [("flashinfer", flashinfer()), ("triton", triton())]
     for name, value in rows:
         print(f"{name:<14}{value}")
     return 0
@@ -53,6 +53,12 @@ def flashinfer() -> str:
     """Whether FlashInfer can be used on the first CUDA device, and what to do if not."""
     problem = flashinfer_probe.machine_problem(torch.device("cuda"))
     return f"on, {package_version('flashinfer-python')}" if problem is None else f"off: {problem}"
+
+
+def triton() -> str:
+    """Whether the Triton kernels can be used on the first GPU, and why not."""
+    problem = triton_probe.machine_problem(torch.device("cuda"), torch.float16)
+    return f"on, {package_version('triton')}" if problem is None else f"off: {problem}"
 
 
 def threads() -> str:

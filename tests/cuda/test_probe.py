@@ -13,10 +13,11 @@ from families import build_tiny
 
 import hfpaged
 from hfpaged.errors import ConfigError, MissingDependencyError
+from hfpaged.runtime.attention import flashinfer_backend, triton_backend, triton_probe
 from hfpaged.runtime.attention import flashinfer_probe as probe
 from hfpaged.runtime.attention.flashinfer_backend import FlashInferBackend
 from hfpaged.runtime.attention.interface import LayerShape
-from hfpaged.runtime.attention.select import choose_backend
+from hfpaged.runtime.attention.select import choose_backend, find_backend
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SHAPES = [LayerShape(2, 64, 64)]
@@ -31,6 +32,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(probe, "package_problem", lambda: None)
     monkeypatch.setattr(probe, "has_compiled_kernels", lambda: False)
     monkeypatch.setattr(probe, "find_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    monkeypatch.setattr(flashinfer_backend, "trial_problem", lambda *_: None)
     return monkeypatch
 
 
@@ -68,10 +70,38 @@ def test_what_is_wrong_with_the_model(gpu):
 
 def test_the_next_best_backend_is_taken_and_the_reason_kept(gpu):
     gpu.setattr(probe, "find_nvcc", lambda: None)
+    gpu.setattr(triton_backend, "machine_problem", lambda *_: None)
+    gpu.setattr(triton_backend, "trial_problem", lambda *_: None)
+    found, rejected = find_backend("auto", CUDA, torch.bfloat16, SHAPES, 16)
+    assert found.name == "triton"
+    assert list(rejected) == ["flashinfer"]
+    assert "nvcc" in rejected["flashinfer"]
+
+
+def test_without_triton_as_well_torch_is_left(gpu):
+    gpu.setattr(probe, "find_nvcc", lambda: None)
+    gpu.setattr(triton_probe, "package_problem", lambda: "Triton is not installed")
     choice = choose_backend("auto", CUDA, torch.bfloat16, SHAPES, 16)
     assert choice.backend.name == "torch"
-    assert list(choice.rejected) == ["flashinfer"]
-    assert "nvcc" in choice.rejected["flashinfer"]
+    assert choice.rejected["triton"] == "Triton is not installed"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "capability", "reason"),
+    [
+        (torch.bfloat16, 64, (7, 5), "8.0 for bfloat16"),
+        (torch.float16, 64, (7, 0), "7.5 for float16"),
+        (torch.float64, 64, (9, 0), "not in float64"),
+        (torch.float16, 512, (9, 0), "not 512"),
+    ],
+)
+def test_what_the_triton_kernels_cannot_do(gpu, dtype, dim, capability, reason):
+    gpu.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    gpu.setattr(triton_probe, "package_problem", lambda: None)
+    gpu.setattr(triton_backend, "trial_problem", lambda *_: None)
+    shapes = [LayerShape(1, dim, dim)]
+    assert reason in triton_backend.TritonBackend.unavailable(CUDA, dtype, shapes, 16)
+    assert triton_backend.TritonBackend.unavailable(CUDA, torch.float16, SHAPES, 16) is None or capability == (7, 0)
 
 
 def test_asked_for_by_name_on_a_cpu():
@@ -117,10 +147,10 @@ def test_nvcc_is_looked_for_where_flashinfer_looks(monkeypatch, tmp_path):
     assert probe.find_nvcc() is None
 
 
-def test_importing_and_patching_does_not_import_flashinfer():
+def test_importing_and_patching_imports_neither_flashinfer_nor_the_triton_kernels():
     code = (
         "import sys, hfpaged\nfrom families import build_tiny\nmodel = build_tiny('llama')\nmodel.patch()\n"
-        "assert not any(name.split('.')[0] in ('flashinfer', 'triton') for name in sys.modules)"
+        "assert not any(name.split('.')[0] == 'flashinfer' or 'triton_kernels' in name for name in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], env=with_import_paths(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -21,7 +21,8 @@ MODULES = sorted(
     for path in (
         *(PACKAGE / "runtime/device").glob("*.py"),
         *(PACKAGE / "runtime/attention").glob("flashinfer_*.py"),
-        PACKAGE / "runtime/attention/page_tables.py",
+        *(PACKAGE / "runtime/attention").glob("triton_*.py"),
+        *(PACKAGE / "runtime/attention").glob("*_tables.py"),
         PACKAGE / "sampling/device_draw.py",
     )
     if str(path.relative_to(PACKAGE)) != READS_THE_TOKENS

@@ -54,7 +54,7 @@ def test_named_backend_is_taken():
 
 
 def test_unknown_name_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="auto, flashinfer, native, torch"):
+    with pytest.raises(ConfigError, match="auto, flashinfer, triton, native, torch"):
         choose_backend("flash", CPU, torch.bfloat16, SHAPES, 16)
 
 

@@ -12,6 +12,7 @@ from hfpaged.runtime.attention.flashinfer_probe import kernel_dims, machine_prob
 from hfpaged.runtime.attention.flashinfer_wrappers import FixedTables, Geometry, PlannedWrapper, Setting
 from hfpaged.runtime.attention.interface import AheadBackend, AttentionParams, KVTensors, LayerShape, lazily_zeroed
 from hfpaged.runtime.attention.page_tables import PageTables, PageTableWriter
+from hfpaged.runtime.attention.trial import trial_problem
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.device.accelerator import accelerator_for
 from hfpaged.runtime.device.staging import PinnedRing
@@ -56,7 +57,11 @@ class FlashInferBackend(AheadBackend):
         cls, device: torch.device, dtype: torch.dtype, shapes: Sequence[LayerShape], block_size: int
     ) -> str | None:
         """See `AttentionBackend.unavailable`."""
-        return machine_problem(device) or model_problem(dtype, shapes)
+        return (
+            machine_problem(device)
+            or model_problem(dtype, shapes)
+            or trial_problem(cls, device, dtype, shapes, block_size)
+        )
 
     @classmethod
     def stored_shape(cls, shape: LayerShape) -> LayerShape:

@@ -12,9 +12,10 @@ from hfpaged.runtime.attention.flashinfer_backend import FlashInferBackend
 from hfpaged.runtime.attention.interface import AttentionBackend, LayerShape
 from hfpaged.runtime.attention.native_backend import NativeBackend
 from hfpaged.runtime.attention.torch_backend import TorchBackend
+from hfpaged.runtime.attention.triton_backend import TritonBackend
 
 # In order of preference; the last one runs everywhere.
-BACKENDS: tuple[type[AttentionBackend], ...] = (FlashInferBackend, NativeBackend, TorchBackend)
+BACKENDS: tuple[type[AttentionBackend], ...] = (FlashInferBackend, TritonBackend, NativeBackend, TorchBackend)
 
 
 class BackendChoice(NamedTuple):
