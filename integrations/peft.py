@@ -6,28 +6,23 @@ sends one prompt through each of them and through the bare model at once, and sh
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import hfpaged
-from hfpaged.errors import MissingDependencyError
-from hfpaged.models.default_model import default_model
+from hfpaged.integrations.example import load, parse, require
 
 BASE = "__base__"
 
 
 def add_random_adapters(model: PreTrainedModel, names: Sequence[str]) -> torch.nn.Module:
     """The model with LoRA adapters of these names, as if each had been trained on something else."""
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise MissingDependencyError("this example needs PEFT: pip install peft") from error
-    config = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    peft = require("peft", "peft")
+    config = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    peft_model = get_peft_model(model, config, adapter_name=names[0])
+    peft_model = peft.get_peft_model(model, config, adapter_name=names[0])
     for name in names[1:]:
         peft_model.add_adapter(name, config)
     return peft_model.eval()
@@ -44,14 +39,9 @@ def answers(model: torch.nn.Module, prompt_ids: list[int], names: Sequence[str],
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The example."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", help="a directory or hub name; default: SmolLM2-135M-Instruct")
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parsed = parser.parse_args(arguments)
-    path = parsed.model or default_model().path
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = add_random_adapters(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), ["first", "second"])
-    hfpaged.patch(model)
+    parsed = parse(__doc__.splitlines()[0], arguments)
+    plain, tokenizer = load(parsed.model)
+    model = hfpaged.patch(add_random_adapters(plain, ["first", "second"]))
     names = ["first", "second", BASE]
     prompt = tokenizer("The three primary colours are")["input_ids"]
     together = answers(model, prompt, names, parsed.new_tokens)

@@ -3,12 +3,14 @@
 A stock pipeline generates one prompt at a time, or fixed batches of `batch_size`. A patched one keeps many calls of
 `model.generate` in flight at once, on threads, and lets the engine batch them: results come in order, through the
 pipeline's own preprocessing and postprocessing, and lazy inputs are read only a bounded number ahead.
+
+`python -m hfpaged.integrations.pipeline [MODEL]` is an example.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +18,8 @@ from tqdm.auto import tqdm
 from transformers import TextGenerationPipeline
 
 from hfpaged.generation.call import CancelScope
-from hfpaged.patch import engine, is_patched
+from hfpaged.integrations.example import load, parse, show
+from hfpaged.patch import engine, is_patched, patched
 
 
 def paged_pipeline_class(original: type[TextGenerationPipeline]) -> type[TextGenerationPipeline]:
@@ -95,3 +98,27 @@ def _items(inputs: Any) -> Iterator[Any]:
     if hasattr(inputs, "__iter__"):
         return iter(inputs)
     return (inputs[index] for index in range(len(inputs)))
+
+
+PROMPTS = ("The capital of France is", "A haiku about the sea:", "One, two, three,", "My favourite colour is")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The example: a generator of prompts through a pipeline, one after the other on stock code and all at once."""
+    parsed = parse("A generator of prompts through a text-generation pipeline, stock and patched.", arguments)
+    model, tokenizer = load(parsed.model)
+    pipe = TextGenerationPipeline(model=model, tokenizer=tokenizer)
+
+    def texts() -> Iterator[str]:
+        options = {"max_new_tokens": parsed.new_tokens, "do_sample": False, "return_full_text": False}
+        return (result[0]["generated_text"] for result in pipe((prompt for prompt in PROMPTS), **options))
+
+    stock = list(texts())
+    with patched(pipe):
+        for prompt, text, expected in zip(PROMPTS, texts(), stock, strict=True):
+            show(prompt[:17], text, text == expected)
+        print(f"steps: {engine(pipe).stats()['steps']}")
+
+
+if __name__ == "__main__":
+    main()

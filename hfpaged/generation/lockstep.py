@@ -15,7 +15,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hfpaged.compat import decoder_only_output
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.outputs import ended_row_scores, pad_token
-from hfpaged.generation.readers import release_reader
 from hfpaged.generation.returned_cache import returned_cache
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
@@ -61,9 +60,6 @@ class LockstepLoop:
                 self._call.options.scope.add(handles)
             while self._unfinished.any():
                 self._one_step(handles)
-        except BaseException as error:
-            release_reader(self._call.streamer, error)
-            raise
         finally:
             self._engine.cancel(handles)
         if self._call.streamer is not None:

@@ -6,8 +6,9 @@ decoding method up on the class. Only those methods are overridden; whatever the
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -46,6 +47,15 @@ class PagedGenerationMixin:
     """
 
     _hfpaged: Engine
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        generate = stocks(self, "generate")
+        try:
+            return generate(*args, **kwargs)
+        except BaseException as error:
+            release_reader(_streamer_of(generate, args, kwargs), error)
+            raise
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         model_kwargs.pop("hfpaged", None)
@@ -115,6 +125,12 @@ class PagedGenerationMixin:
             return _run_assisted_loop(self, engine, call, arguments)
         _leave_to_stock(engine, call, reason)
         return stocks(self, "_assisted_decoding")(input_ids, **arguments)
+
+
+def _streamer_of(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The streamer among the arguments of a `generate`, which may not be valid; None if there is none."""
+    names = inspect.signature(generate).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}.get("streamer")
 
 
 def _engine_for(model: PreTrainedModel, arguments: dict[str, Any]) -> Engine | None:
@@ -204,9 +220,6 @@ def _run_on_engine(
             _stream(call, handles[0])
         for handle in handles:
             handle.result()
-    except BaseException as error:
-        release_reader(call.streamer, error)
-        raise
     finally:
         engine.cancel(handles)
     return generate_output(model, call, handles)

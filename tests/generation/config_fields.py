@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from families import BOS, EOS, build_tiny
+from families import BOS, EOS
 from generation.fakes import AllowedTokens, GlobalStreamer, StopOneRow
 from tokenizers import Tokenizer
 from tokenizers.decoders import Fuse
@@ -19,6 +19,7 @@ from tokenizers.pre_tokenizers import Split
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     WatermarkingConfig,
@@ -37,12 +38,14 @@ class Scene:
     Attributes:
         prompts: token ids of equal length.
         texts: what the base call generates after them.
+        assistant: a small model over the same vocabulary.
         end_tokens: some tokens of the texts, in their middle.
     """
 
     prompts: list[list[int]]
     texts: list[list[int]]
     tokenizer: PreTrainedTokenizerBase
+    assistant: PreTrainedModel
 
     @property
     def end_tokens(self) -> list[int]:
@@ -104,7 +107,6 @@ def refused(options: Options, reason: str, needs: Options | None = None) -> Prob
 SAMPLE = {"do_sample": True, "top_k": 0}
 BEAMS = {"num_beams": 3}
 DICT = {"return_dict_in_generate": True}
-ASSISTANT = build_tiny("llama", seed=1, num_hidden_layers=1)
 
 
 def ends(scene: Scene) -> Options:
@@ -238,7 +240,9 @@ ARGUMENTS: dict[str, Probe] = {
     "stopping_criteria": Probe(lambda scene: {"stopping_criteria": [StopOneRow([3])]}),
     "prefix_allowed_tokens_fn": Probe(lambda scene: {"prefix_allowed_tokens_fn": AllowedTokens()}),
     "synced_gpus": silent({"synced_gpus": False}, "there is one process"),
-    "assistant_model": silent({"assistant_model": ASSISTANT}, "speculation changes no text"),
+    "assistant_model": Probe(
+        lambda scene: {"assistant_model": scene.assistant}, SILENT, "speculation changes no text"
+    ),
     "streamer": Probe(lambda scene: {"streamer": GlobalStreamer()}, SILENT, "it only listens"),
     "negative_prompt_ids": Probe({"negative_prompt_ids": torch.tensor([[5, 6, 7]])}, needs={"guidance_scale": 2.5}),
     "negative_prompt_attention_mask": Probe(

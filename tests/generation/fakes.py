@@ -221,13 +221,13 @@ class GlobalStreamer(BaseStreamer):
     """One streamer object for all users, as some apps have it."""
 
     def __init__(self) -> None:
-        self.puts: list[list] = []
+        self.trace: list[list] = []
 
     def put(self, value):
-        self.puts.append(value.tolist())
+        self.trace.append(value.tolist())
 
     def end(self):
-        self.puts.append(["end"])
+        self.trace.append(["end"])
 
 
 class AllowedTokens:

@@ -1,12 +1,14 @@
-"""Hooks that steer activations or edit the cache: their calls are stock's, and requests beside them never notice."""
+"""Hooks that steer activations or edit the cache: their calls are stock's, and whoever runs beside never notices."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 
 import pytest
 import torch
 from batches import alone, left_padded, random_prompts
+from generation.noise import noise
 from transformers import Cache
 
 import hfpaged
@@ -17,39 +19,19 @@ LONG = {**OPTIONS, "max_new_tokens": 300}
 NEIGHBOURS = random_prompts((5, 20, 33, 12), seed=4)
 
 
-class SteerLast:
-    """Adds a vector to a layer's output at the last position, as steering-vector libraries do."""
+class Hook:
+    """A forward hook for the calls of the thread that made it; those of others pass."""
 
     def __init__(self) -> None:
-        self.trace: list[tuple[int, ...]] = []
-        self.vector = torch.linspace(-1, 1, 64)
+        self.trace: list[tuple] = []
+        self.owner = threading.get_ident()
+
+    def modules(self, model):
+        raise NotImplementedError
 
     @contextlib.contextmanager
     def on(self, model):
-        handle = model.model.layers[1].register_forward_hook(self)
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    def __call__(self, module, args, output):
-        hidden = output[0] if isinstance(output, tuple) else output
-        self.trace.append(tuple(hidden.shape))
-        hidden = hidden.clone()
-        hidden[:, -1] += self.vector
-        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-
-class CacheEditor:
-    """Drops the oldest keys and values of every layer after the prompt, as kvpress does."""
-
-    def __init__(self, drop: int = 2) -> None:
-        self.trace: list[tuple[tuple[int, ...], ...]] = []
-        self.drop = drop
-
-    @contextlib.contextmanager
-    def on(self, model):
-        handles = [layer.self_attn.register_forward_hook(self, with_kwargs=True) for layer in model.model.layers]
+        handles = [module.register_forward_hook(self, with_kwargs=True) for module in self.modules(model)]
         try:
             yield
         finally:
@@ -57,6 +39,34 @@ class CacheEditor:
                 handle.remove()
 
     def __call__(self, module, args, kwargs, output):
+        return self.change(module, args, kwargs, output) if threading.get_ident() == self.owner else None
+
+
+class SteerLast(Hook):
+    """Adds a vector to a layer's output at the last position, as steering-vector libraries do."""
+
+    vector = torch.linspace(-1, 1, 64)
+
+    def modules(self, model):
+        return model.model.layers[1:2]
+
+    def change(self, module, args, kwargs, output):
+        hidden = output[0] if isinstance(output, tuple) else output
+        self.trace.append(tuple(hidden.shape))
+        hidden = hidden.clone()
+        hidden[:, -1] += self.vector
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+class CacheEditor(Hook):
+    """Drops the oldest keys and values of every layer after the prompt, as kvpress does."""
+
+    drop = 2
+
+    def modules(self, model):
+        return [layer.self_attn for layer in model.model.layers]
+
+    def change(self, module, args, kwargs, output):
         cache = next(value for value in kwargs.values() if isinstance(value, Cache))
         layer = cache.layers[module.layer_idx]
         hidden = kwargs.get("hidden_states", args[0] if args else None)
@@ -102,3 +112,15 @@ def test_requests_that_run_beside_it_never_notice(pair, name):
     assert torch.equal(got[1], want[1])
     assert [handle.result(60) for handle in running] == texts
     engine.check()
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_calls_and_text_are_stocks_among_noise(pair, name):
+    """The others' calls go to stock code, too, as long as the hook is there: they do not find it in their own."""
+    want = generate_hooked(pair.stock, name)
+    with noise(pair.paged):
+        for _ in range(2):
+            got = generate_hooked(pair.paged, name)
+            assert got[0] == want[0]
+            assert torch.equal(got[1], want[1])
+    hfpaged.engine(pair.paged).check()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import signal
 import threading
 
@@ -28,6 +27,7 @@ from generation.fakes import (
     inner_generate,
     plain_forward,
 )
+from generation.noise import noise
 
 import hfpaged
 
@@ -45,42 +45,6 @@ def ender(pair):
     token = texts[1][4]
     assert token not in texts[0]
     return token
-
-
-@contextlib.contextmanager
-def noise(model, num_threads=4):
-    """Other users of the same engine, of every kind, until the end of the block."""
-    stop = threading.Event()
-    failures = []
-    prompts = random_prompts((2, 7, 18, 33, 12), seed=9)
-    kinds = [
-        {"do_sample": False},
-        {"do_sample": True, "hfpaged": {"seed": 1}},
-        {"do_sample": False, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
-        {"do_sample": False, "logits_processor": [ObservingProcessor()]},
-    ]
-
-    def user(index):
-        choose = random.Random(index)
-        try:
-            while not stop.is_set():
-                rows = choose.sample(prompts, choose.randint(1, 3))
-                options = kinds[choose.randrange(len(kinds))]
-                model.generate(**left_padded(rows), max_new_tokens=choose.randint(1, 12), eos_token_id=-1, **options)
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=user, args=(index,)) for index in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(WAIT_SECONDS)
-    assert not failures
-    assert not any(thread.is_alive() for thread in threads)
 
 
 def in_time(function):
@@ -110,6 +74,11 @@ def criteria(*made):
     return {"stopping_criteria": list(made)}
 
 
+def let_go_after_a_while(fake):
+    threading.Timer(0.05, fake.go_on.set).start()
+    return fake
+
+
 # Name -> a function of (model, end token) that makes fresh user objects, and the options that pass them.
 FAKES = {
     "ObservingProcessor": lambda model, eos: (fake := ObservingProcessor(), processors(fake)),
@@ -126,6 +95,9 @@ FAKES = {
     ),
     "DoneTracker": lambda model, eos: (fake := DoneTracker(3, WIDTH, {48, 75, 32, 117}), criteria(fake)),
     "StopOneRow": lambda model, eos: (fake := StopOneRow([2, 11, 5]), criteria(fake)),
+    "RaisingCriteria": lambda model, eos: (fake := RaisingCriteria(ValueError("stop"), step=6), criteria(fake)),
+    "BlockingCriteria": lambda model, eos: (fake := let_go_after_a_while(BlockingCriteria(step=3)), criteria(fake)),
+    "GlobalStreamer": lambda model, eos: (fake := GlobalStreamer(), {"streamer": fake}),
     "model forward inside": lambda model, eos: (fake := InnerModel(model, plain_forward), processors(fake)),
     "generate inside": lambda model, eos: (fake := InnerModel(model, inner_generate), processors(fake)),
     "prefix_allowed_tokens_fn": lambda model, eos: (fake := AllowedTokens(), {"prefix_allowed_tokens_fn": fake}),
@@ -133,9 +105,13 @@ FAKES = {
 
 
 def run(model, name, eos, options):
+    """The user object, and the text or the error of a call with it."""
     fake, passed = FAKES[name](model, eos)
-    out = model.generate(**left_padded(PROMPTS), eos_token_id=eos, **options, **passed)
-    return fake, getattr(out, "sequences", out)
+    try:
+        out = model.generate(**left_padded(PROMPTS), eos_token_id=eos, **options, **passed)
+    except ValueError as error:
+        return fake, repr(error)
+    return fake, getattr(out, "sequences", out).tolist()
 
 
 def assert_same_calls(got, want, ender=None):
@@ -152,8 +128,8 @@ def assert_same_calls(got, want, ender=None):
 @pytest.mark.parametrize("name", FAKES)
 def test_user_code_gets_stocks_calls(pair, ender, name, options):
     want, expected = run(pair.stock, name, ender, options)
-    got, sequences = in_time(lambda: run(pair.paged, name, ender, options))
-    assert sequences.tolist() == expected.tolist()
+    got, outcome = in_time(lambda: run(pair.paged, name, ender, options))
+    assert outcome == expected
     assert_same_calls(got, want, ender)
     assert len(want.trace) > 3
     assert_nothing_is_held(pair.paged)
@@ -164,8 +140,8 @@ def test_user_code_gets_stocks_calls_among_noise(pair, ender, name):
     want, expected = run(pair.stock, name, ender, GREEDY)
     with noise(pair.paged):
         for _ in range(2):
-            got, sequences = in_time(lambda: run(pair.paged, name, ender, GREEDY))
-            assert sequences.tolist() == expected.tolist()
+            got, outcome = in_time(lambda: run(pair.paged, name, ender, GREEDY))
+            assert outcome == expected
             assert_same_calls(got, want, ender)
     assert_nothing_is_held(pair.paged)
 
@@ -176,10 +152,10 @@ def test_user_code_gets_stocks_calls_under_preemption(pair, ender, kind):
     for name in FAKES:
         want, expected = run(model, name, ender, GREEDY)
         with hfpaged.patched(model, num_blocks=4, preemption=kind, max_batch_tokens=9):
-            got, sequences = in_time(lambda name=name: run(model, name, ender, GREEDY))
+            got, outcome = in_time(lambda name=name: run(model, name, ender, GREEDY))
             preemptions += hfpaged.engine(model).stats()[f"preemptions_{kind}"]
             assert_nothing_is_held(model)
-        assert sequences.tolist() == expected.tolist()
+        assert outcome == expected
         assert_same_calls(got, want, ender)
     assert preemptions > len(FAKES)
 
@@ -277,7 +253,7 @@ def test_a_processor_or_streamer_that_raises(pair):
     class Broken(GlobalStreamer):
         def put(self, value):
             super().put(value)
-            if len(self.puts) == 4:
+            if len(self.trace) == 4:
                 raise OSError("the connection is gone")
 
     for rows in (PROMPTS, PROMPTS[:1]):
@@ -376,5 +352,5 @@ def test_global_streamer_gives_each_of_several_users_in_turn_what_stock_gives(pa
         streamer = GlobalStreamer()
         for prompt in PROMPTS:
             model.generate(**left_padded([prompt]), streamer=streamer, **GREEDY)
-        streamers.append(streamer.puts)
+        streamers.append(streamer.trace)
     assert streamers[0] == streamers[1]

@@ -17,6 +17,7 @@ from generation.fakes import RaisingCriteria
 from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer, TextStreamer
 
 import hfpaged
+from hfpaged.errors import UnsupportedOptionError
 
 PROMPTS = random_prompts((3, 16, 9, 30))
 OPTIONS = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": 20, "pad_token_id": 0}
@@ -142,6 +143,26 @@ def test_an_exception_is_raised_to_an_async_reader(pair, tokenizer):
         return pieces
 
     assert asyncio.run(asyncio.wait_for(read(), WAIT_SECONDS / 2))
+
+
+FAILURES = {
+    "before the loop": ({"max_new_tokenz": 3}, ValueError, "max_new_tokenz"),
+    "in its validation": ({"num_beams": 2}, ValueError, "streamer"),
+    "on the way to the engine": ({"hfpaged": {"seed": -1}}, UnsupportedOptionError, "seed"),
+    "in stock code": (
+        {"use_cache": False, "stopping_criteria": [RaisingCriteria(KeyError("mine"), step=1)]},
+        KeyError,
+        "mine",
+    ),
+}
+
+
+@pytest.mark.parametrize("options, error, words", FAILURES.values(), ids=FAILURES)
+def test_a_call_that_fails_anywhere_releases_its_reader(pair, tokenizer, options, error, words):
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=WAIT_SECONDS)
+    in_thread(pair.paged, PROMPTS[1], streamer, **options)
+    with pytest.raises(error, match=words):
+        list(streamer)
 
 
 def assert_at_rest(model):
