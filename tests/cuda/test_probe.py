@@ -13,7 +13,7 @@ from families import build_tiny
 
 import hfpaged
 from hfpaged.errors import ConfigError, MissingDependencyError
-from hfpaged.runtime.attention import flashinfer_backend, triton_backend, triton_probe
+from hfpaged.runtime.attention import flashinfer_backend, trial, triton_backend, triton_probe
 from hfpaged.runtime.attention import flashinfer_probe as probe
 from hfpaged.runtime.attention.flashinfer_backend import FlashInferBackend
 from hfpaged.runtime.attention.interface import LayerShape
@@ -32,6 +32,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(probe, "package_problem", lambda: None)
     monkeypatch.setattr(probe, "has_compiled_kernels", lambda: False)
     monkeypatch.setattr(probe, "find_nvcc", lambda: "/usr/local/cuda/bin/nvcc")
+    monkeypatch.setattr(probe.shutil, "which", lambda tool: f"/usr/bin/{tool}")
     monkeypatch.setattr(flashinfer_backend, "trial_problem", lambda *_: None)
     return monkeypatch
 
@@ -55,6 +56,14 @@ def test_what_is_wrong_with_the_machine(gpu, module, name, answer, reason):
     found = FlashInferBackend.unavailable(CUDA, torch.bfloat16, SHAPES, 16)
     assert reason in found
     assert "\n" not in found
+
+
+@pytest.mark.parametrize("tool", ["ninja", "c++", "my-compiler"])
+def test_what_else_compiling_needs(gpu, tool):
+    if tool == "my-compiler":
+        gpu.setenv("CXX", tool)
+    gpu.setattr(probe.shutil, "which", lambda name: None if name == tool else f"/usr/bin/{name}")
+    assert f"with {tool}, which is not on PATH" in probe.machine_problem(CUDA)
 
 
 def test_kernels_compiled_elsewhere_need_no_compiler(gpu):
@@ -145,6 +154,51 @@ def test_nvcc_is_looked_for_where_flashinfer_looks(monkeypatch, tmp_path):
     assert probe.find_nvcc() == str(nvcc)
     monkeypatch.setenv("FLASHINFER_NVCC", str(tmp_path / "absent"))
     assert probe.find_nvcc() is None
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (r"raise OSError('libcuda.so.1: cannot open shared object\nand more')", "OSError: libcuda.so.1: cannot open"),
+        pytest.param("import tvm_ffi_that_is_not_there", "ModuleNotFoundError: No module", marks=pytest.mark.slow),
+    ],
+    ids=["a missing driver", "a missing package"],
+)
+def test_a_package_that_breaks_on_a_machine_with_a_gpu(tmp_path, content, reason):
+    """Nothing else is patched: the command prints its line, and a model goes on without."""
+    package = tmp_path / "flashinfer"
+    package.mkdir()
+    (package / "__init__.py").write_text(content)
+    code = (
+        "import torch, hfpaged\nfrom hfpaged.cli.main import main\nfrom families import build_tiny\n"
+        "torch.cuda.is_available = lambda: True\ntorch.cuda.get_device_capability = lambda *_: (9, 0)\n"
+        "torch.cuda.mem_get_info = lambda *_: (1, 1)\ntorch.cuda.get_device_name = lambda *_: 'a card'\n"
+        "assert main(['env']) == 0\n"
+        "model = build_tiny('llama')\nmodel.patch()\nmodel.generate(torch.tensor([[5, 6]]), max_new_tokens=2)"
+    )
+    paths = with_import_paths()
+    paths["PYTHONPATH"] = f"{tmp_path}:{paths['PYTHONPATH']}"
+    done = subprocess.run([sys.executable, "-c", code], env=paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("flashinfer")]
+    assert f"off: FlashInfer cannot be imported ({reason}" in line
+    assert "and more" not in line
+
+
+def test_kernels_that_do_not_compile_or_are_wrong_cost_the_backend_and_nothing_else(cuda, monkeypatch):
+    def stopped(*args, **kwargs):
+        raise RuntimeError("ninja: build stopped: subcommand failed\nnvcc fatal: unsupported gpu architecture")
+
+    monkeypatch.setattr(cuda.library.BatchPrefillWithPagedKVCacheWrapper, "plan", stopped)
+    monkeypatch.setattr(trial, "_try", trial._try.__wrapped__)
+    model = build_tiny("llama")
+    with hfpaged.patched(model):
+        model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
+        counted = hfpaged.engine(model).stats()
+    assert counted["backend"] == "torch"
+    assert "ninja: build stopped: subcommand failed" in counted["backend_reasons"]["flashinfer"]
+    assert "fatal" not in counted["backend_reasons"]["flashinfer"]
 
 
 def test_importing_and_patching_imports_neither_flashinfer_nor_the_triton_kernels():

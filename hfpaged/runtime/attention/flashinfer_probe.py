@@ -53,9 +53,14 @@ def package_problem() -> str | None:
 
 def compiler_problem() -> str | None:
     """Why kernels that are not there cannot be compiled: it ships none, and compiles each at its first use."""
-    if has_compiled_kernels() or find_nvcc() is not None:
+    if has_compiled_kernels():
         return None
-    return "FlashInfer compiles its kernels with nvcc, which is not here: install the CUDA toolkit or set CUDA_HOME"
+    if find_nvcc() is None:
+        return "FlashInfer compiles its kernels with nvcc, which is not here: install the CUDA toolkit or set CUDA_HOME"
+    for tool, remedy in (("ninja", "activate the environment"), (os.environ.get("CXX", "c++"), "install a compiler")):
+        if shutil.which(tool) is None:
+            return f"FlashInfer compiles its kernels with {tool}, which is not on PATH: {remedy}"
+    return None
 
 
 def has_compiled_kernels() -> bool:
