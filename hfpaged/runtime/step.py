@@ -17,8 +17,10 @@ from transformers import AttentionInterface
 
 from hfpaged.compat import ATTENTION_NAME
 from hfpaged.errors import HfpagedError, UnsupportedModelError
-from hfpaged.runtime.attention.interface import AttentionBackend, AttentionParams, LayerShape
+from hfpaged.runtime.attention.interface import AttentionBackend, AttentionParams, LatentShape, LayerShape
 
+# Where an attention module that keeps latents has its `LatentHeads`.
+LATENT_PLACE = "_hfpaged_latent"
 # Arguments that modeling code passes along and that change nothing for a packed, causal, inference-only step.
 NEUTRAL_ARGUMENTS = frozenset(
     {
@@ -87,7 +89,8 @@ class StepContext:
         """Note an attention module in a probing forward of one token, whose attention output is its own value."""
         if any(layer.module is module for layer in self.seen):
             raise UnsupportedModelError([f"{type(module).__name__} attends more than once in a forward"])
-        self.seen.append(SeenLayer(module, LayerShape(key.shape[1], key.shape[2], value.shape[2]), key.dtype))
+        kind = LatentShape if LATENT_PLACE in module.__dict__ else LayerShape
+        self.seen.append(SeenLayer(module, kind(key.shape[1], key.shape[2], value.shape[2]), key.dtype))
         return value.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
 
 
@@ -117,12 +120,18 @@ def paged_attention(
     if step is None:
         raise HfpagedError(f"attn_implementation={ATTENTION_NAME!r} is not for models: call model.patch() instead")
     query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
-    if step.backend is None:
-        _require_understood(module, attention_mask, kwargs)
-        return step.record(module, query, key, value).unsqueeze(0).contiguous(), None
     if scaling is None:
         scaling = query.shape[-1] ** -0.5
-    output = step.attend(module, query, key, value, AttentionParams(scaling, sliding_window, softcap, s_aux))
+    latent = module.__dict__.get(LATENT_PLACE)
+    if latent is not None:
+        query = latent.absorb(query)
+    if step.backend is None:
+        _require_understood(module, attention_mask, kwargs)
+        output = step.record(module, query, key, value).contiguous()
+    else:
+        output = step.attend(module, query, key, value, AttentionParams(scaling, sliding_window, softcap, s_aux))
+    if latent is not None:
+        output = latent.expand(output)
     return output.unsqueeze(0), None
 
 

@@ -22,6 +22,7 @@ from hfpaged.runtime.attention.select import choose_backend
 from hfpaged.runtime.block_store import HostBlockStore
 from hfpaged.runtime.device.launched_step import LaunchedStep, StepLauncher
 from hfpaged.runtime.kv_cache import KVCache
+from hfpaged.runtime.latent import expand_latents, keep_latents
 from hfpaged.runtime.released_weights import ReleasedWeights
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.runner import Runner, probe_layers
@@ -50,6 +51,8 @@ class Workspace:
     """
 
     def __init__(self, view: EngineView, config: EngineConfig, state: ThreadState, mixes_adapters: bool = False):
+        # One that failed half-way may have left them.
+        expand_latents(view)
         seen = probe_layers(view, state)
         device, dtype = view.model.device, seen[0].dtype
         self.view = view
@@ -59,6 +62,9 @@ class Workspace:
         self.backend, self.rejected_backends = choose_backend(
             config.attention_backend, device, dtype, [layer.shape for layer in seen], config.block_size
         )
+        self._keeps_latents = keep_latents(view, self.backend)
+        if self._keeps_latents:
+            seen = probe_layers(view, state)
         self.bytes_per_block = KVCache.bytes_per_block(self.backend, seen)
         num_blocks = config.num_blocks or _blocks_for_memory(config, device, self.bytes_per_block)
         self.store = HostBlockStore(capacity=num_blocks)
@@ -97,6 +103,7 @@ class Workspace:
         self.released.restore()
         if self.adapters is not None:
             self.adapters.remove()
+        expand_latents(self.view)
         self.view.step.unbind()
 
     def suits(self, spec: RequestSpec) -> bool:
@@ -106,6 +113,8 @@ class Workspace:
     def plain_tier(self, view: EngineView) -> ModuleTier:
         """The modules of another view of the same model, over this workspace's keys and values."""
         self.released.restore()
+        if self._keeps_latents:
+            keep_latents(view, self.backend)
         probe_layers(view, self.state)
         view.step.bind(self.backend, self.cache.layers)
         return ModuleTier(view, self.backend, self.state)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from standin import fake_flashinfer
+from standin import fake_flashinfer, fake_mla
 
 flashinfer = pytest.importorskip("flashinfer")
 
@@ -33,3 +33,14 @@ def test_wrappers(wrapper, method):
 @pytest.mark.parametrize("norm", [norm.__name__ for norm in fake_flashinfer.NORMS])
 def test_norms(norm):
     assert parameters(getattr(fake_flashinfer, norm)) == parameters(getattr(flashinfer.norm, norm))
+
+
+@pytest.mark.parametrize("method", ["__init__", "plan", "run"])
+def test_the_wrapper_for_latents(method):
+    real, fake = (module.BatchMLAPagedAttentionWrapper for module in (flashinfer.mla, fake_mla))
+    assert parameters(getattr(fake, method)) == parameters(getattr(real, method))
+
+
+def test_the_tables_for_latents():
+    real, fake = (module.MLAPlanMetadata.csr for module in (flashinfer.mla, fake_mla))
+    assert parameters(fake) == parameters(real)

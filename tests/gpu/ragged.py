@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import torch
-from native.paged_problem import PagedProblem, last_tokens, whole
+from native.paged_problem import PagedProblem, Piece, last_tokens, whole
 
 from hfpaged.runtime.attention.interface import AttentionBackend, AttentionParams, LayerShape
 from hfpaged.runtime.attention.torch_backend import attend
@@ -40,11 +40,16 @@ def check(
         params["sinks"] = torch.randn(heads, generator=torch.Generator().manual_seed(seed)).to(device)
     params = AttentionParams(dims[0] ** -0.5, **params)
     problem = PagedProblem(backend, dtype, LayerShape(2, *dims), heads, contexts, device=device)
-    rtol, atol = TOLERANCE[dtype]
     chunks = [source.randrange(1, context + 1) for context in contexts]
     for pieces in (whole(problem), last_tokens(problem, [1] * 5), last_tokens(problem, chunks)):
-        for piece, output in zip(pieces, problem.run(pieces, params), strict=True):
-            states = (problem.query, problem.key, problem.value)
-            query, key, value = (of_requests[piece.request][: piece.end].double() for of_requests in states)
-            expected = attend(query[piece.first :], key, value, params)
-            torch.testing.assert_close(output.double(), expected, rtol=rtol, atol=atol)
+        assert_close_to_exact(problem, pieces, params)
+
+
+def assert_close_to_exact(problem: PagedProblem, pieces: list[Piece], params: AttentionParams) -> None:
+    """The backend's outputs of some pieces in one step are those of attention in fp64."""
+    rtol, atol = TOLERANCE[problem.backend.dtype]
+    for piece, output in zip(pieces, problem.run(pieces, params), strict=True):
+        states = (problem.query, problem.key, problem.value)
+        query, key, value = (of_requests[piece.request][: piece.end].double() for of_requests in states)
+        expected = attend(query[piece.first :], key, value, params)
+        torch.testing.assert_close(output.double(), expected, rtol=rtol, atol=atol)

@@ -17,7 +17,7 @@ import torch
 from standin.fake_accelerator import FakeAccelerator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-HEAD_DIMS = {(64, 64), (128, 128), (256, 256), (192, 128)}
+HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256), (192, 128)})
 CUDA_CORE_GROUPS = {1, 2, 3, 4, 6, 8, 16}
 
 
@@ -75,6 +75,7 @@ class Wrapper:
     """What the wrappers have in common."""
 
     device: FakeAccelerator  # set on subclasses made for one device
+    head_dims = HEAD_DIMS
 
     def _start(self, workspace: torch.Tensor, kv_layout: str, use_cuda_graph: bool, buffers: list) -> None:
         require(workspace.dtype is torch.uint8 and workspace.numel() >= 1 << 20, "the workspace is too small")
@@ -94,7 +95,8 @@ class Wrapper:
             "the last plan is still being copied to the device",
         )
         num_qo_heads, num_kv_heads, key_dim, value_dim = heads
-        require((key_dim, value_dim) in HEAD_DIMS, f"there is no kernel for head dimensions {key_dim}, {value_dim}")
+        has_kernel = (key_dim, value_dim) in self.head_dims
+        require(has_kernel, f"there is no kernel for head dimensions {key_dim}, {value_dim}")
         require(num_qo_heads % num_kv_heads == 0, "query heads are no multiple of KV heads")
         require(options["q_data_type"] in DTYPES, f"q_data_type is {options['q_data_type']}")
         require(options["kv_data_type"] is options["q_data_type"], "kv_data_type differs")
@@ -448,6 +450,8 @@ WRAPPERS = (
 
 def fake_flashinfer(device: FakeAccelerator) -> ModuleType:
     """The module `flashinfer` for one fake device. `made` lists its wrappers in the order they were made."""
+    from standin import fake_mla  # which is made of what is here
+
     module = ModuleType("flashinfer")
     module.made = []
 
@@ -460,5 +464,6 @@ def fake_flashinfer(device: FakeAccelerator) -> ModuleType:
 
     for wrapper in WRAPPERS:
         setattr(module, wrapper.__name__, bound(wrapper))
+    module.mla = fake_mla.fake_mla(bound(fake_mla.BatchMLAPagedAttentionWrapper))
     module.norm = SimpleNamespace(**{norm.__name__: norm for norm in NORMS})
     return module

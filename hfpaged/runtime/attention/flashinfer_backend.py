@@ -8,9 +8,18 @@ import torch
 from torch.nn import functional
 
 from hfpaged.errors import ConfigError
+from hfpaged.runtime.attention import flashinfer_latent
+from hfpaged.runtime.attention.flashinfer_latent import LatentGeometry, LatentWrapper
 from hfpaged.runtime.attention.flashinfer_probe import kernel_dims, machine_problem, model_problem
-from hfpaged.runtime.attention.flashinfer_wrappers import FixedTables, Geometry, PlannedWrapper, Setting
-from hfpaged.runtime.attention.interface import AheadBackend, AttentionParams, KVTensors, LayerShape, lazily_zeroed
+from hfpaged.runtime.attention.flashinfer_wrappers import FixedTables, Geometry, HeadsWrapper, PlannedWrapper, Setting
+from hfpaged.runtime.attention.interface import (
+    AheadBackend,
+    AttentionParams,
+    KVTensors,
+    LatentShape,
+    LayerShape,
+    lazily_zeroed,
+)
 from hfpaged.runtime.attention.page_tables import PageTables, PageTableWriter
 from hfpaged.runtime.attention.trial import trial_problem
 from hfpaged.runtime.batch import StepBatch
@@ -23,7 +32,8 @@ FIXED_PAGES = 1 << 18
 
 
 class FlashInferBackend(AheadBackend):
-    """Keys and values are [num_blocks, block_size, Hkv, D], with D padded to a dimension that has a kernel.
+    """Keys and values are [num_blocks, block_size, Hkv, D], with D padded to a dimension that has a kernel. Of layers
+    that keep latents, the key tensor has the rotated part and the value tensor the latents.
 
     Every geometry has a wrapper for steps of one token each and one for all others, and for captured steps one of each
     size. A token's result may differ in its last bits with what else is in the batch: the kernels split long contexts
@@ -44,7 +54,7 @@ class FlashInferBackend(AheadBackend):
             dtype,
             block_size,
         )
-        self._wrappers: dict[tuple[Geometry, bool, int | None], PlannedWrapper] = {}
+        self._wrappers: dict[tuple[Geometry | LatentGeometry, bool, int | None], PlannedWrapper] = {}
         self._fixed: dict[int, FixedTables] = {}
         self._fixed_pages: torch.Tensor | None = None
         self._value_dims: dict[int, int] = {}
@@ -66,7 +76,15 @@ class FlashInferBackend(AheadBackend):
     @classmethod
     def stored_shape(cls, shape: LayerShape) -> LayerShape:
         """See `AttentionBackend.stored_shape`."""
+        if isinstance(shape, LatentShape):
+            return flashinfer_latent.stored_shape(shape)
         return LayerShape(shape.num_kv_heads, *kernel_dims(shape.key_dim, shape.value_dim))
+
+    def attends_to_latents(self, shape: LatentShape, num_heads: int) -> bool:
+        """See `AttentionBackend.attends_to_latents`."""
+        if not flashinfer_latent.can_attend(shape, num_heads):
+            return False
+        return trial_problem(type(self), self.device, self.dtype, [shape], self.block_size) is None
 
     def allocate(self, shape: LayerShape, num_blocks: int) -> KVTensors:
         """See `AttentionBackend.allocate`."""
@@ -100,25 +118,34 @@ class FlashInferBackend(AheadBackend):
 
     def write(self, kv: KVTensors, key: torch.Tensor, value: torch.Tensor) -> None:
         """See `AttentionBackend.write`."""
+        if _keeps_latents(kv, key):
+            key = key[..., value.shape[-1] :]
         for cache, states in zip(kv, (key, value), strict=True):
             padded = _padded(states.detach().to(cache.dtype), cache.shape[-1])
             cache.flatten(0, 1).index_copy_(0, self._slots, padded)
 
     def run(self, kv: KVTensors, query: torch.Tensor, params: AttentionParams) -> torch.Tensor:
         """See `AttentionBackend.run`."""
+        if _keeps_latents(kv, query):
+            geometry = LatentGeometry(query.shape[1], float(params.scale))
+            return self._planned(geometry).run(query.detach().to(self.dtype), kv, None)
         geometry = Geometry.of(query, kv, params)
         query = _padded(query.detach().to(self.dtype), geometry.key_dim).contiguous()
         sinks = None if params.sinks is None else params.sinks.detach().to(torch.float32).contiguous()
         output = self._planned(geometry).run(query, kv, sinks)
         return output[..., : self._value_dims[kv[1].data_ptr()]].contiguous()
 
-    def _planned(self, geometry: Geometry) -> PlannedWrapper:
+    def _planned(self, geometry: Geometry | LatentGeometry) -> PlannedWrapper:
         """The geometry's wrapper for the present step, planned for it."""
         key = (geometry, self._tables.one_each, self._size)
         wrapper = self._wrappers.get(key)
         if wrapper is None:
             fixed = None if self._size is None else self._fixed_tables(self._size)
-            wrapper = self._wrappers[key] = PlannedWrapper(geometry, self._setting, self._tables.one_each, fixed)
+            if isinstance(geometry, LatentGeometry):
+                wrapper = LatentWrapper(geometry, self._setting, fixed)
+            else:
+                wrapper = HeadsWrapper(geometry, self._setting, self._tables.one_each, fixed)
+            self._wrappers[key] = wrapper
         if not wrapper.is_planned_for(self._tables):
             wrapper.plan(self._tables)
         return wrapper
@@ -128,12 +155,17 @@ class FlashInferBackend(AheadBackend):
         if self._fixed_pages is None:
             self._fixed_pages = self._zeros(FIXED_PAGES)
         if size not in self._fixed:
-            tables = [self._zeros(length) for length in (size + 1, size + 1, size)]
+            tables = [self._zeros(length) for length in (size + 1, size + 1, size, size)]
             self._fixed[size] = FixedTables(*tables, self._fixed_pages)
         return self._fixed[size]
 
     def _zeros(self, length: int) -> torch.Tensor:
         return torch.zeros(length, dtype=torch.int32, device=self.device)
+
+
+def _keeps_latents(kv: KVTensors, states: torch.Tensor) -> bool:
+    """Whether a layer keeps latents: of queries or keys [T, H, D] the key tensor has a part only."""
+    return states.shape[-1] > kv[0].shape[-1]
 
 
 def _padded(states: torch.Tensor, dim: int) -> torch.Tensor:

@@ -9,10 +9,13 @@ The one place that sets, or refuses, what the library accepts and then gets wron
 - a plan that is still being copied to the device is not overwritten;
 - the CUDA-core decode kernel gets only the group sizes that it was compiled for;
 - a wrapper that was planned for a captured step is planned again before every replay.
+
+Latents have wrappers of their own (flashinfer_latent.py).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -113,28 +116,22 @@ class FixedTables(NamedTuple):
         query_start: [B + 1].
         page_start: [B + 1].
         last_page_len: [B].
+        context_len: [B].
         pages: as many as any step may have.
     """
 
     query_start: torch.Tensor
     page_start: torch.Tensor
     last_page_len: torch.Tensor
+    context_len: torch.Tensor
     pages: torch.Tensor
 
 
-class PlannedWrapper:
-    """One wrapper of the library for one geometry: planned once a step, run once a layer.
+class PlannedWrapper(ABC):
+    """One wrapper of the library: planned once a step, run once a layer."""
 
-    Args:
-        one_each: plan for steps in which every request has one token.
-        fixed: where the tables go for a captured step; None: the step is not captured.
-    """
-
-    def __init__(self, geometry: Geometry, setting: Setting, one_each: bool, fixed: FixedTables | None = None):
-        self._geometry = geometry
+    def __init__(self, setting: Setting):
         self._setting = setting
-        self._decodes = one_each and geometry.has_decode_kernel
-        self._wrapper = self._decode_wrapper(fixed) if self._decodes else self._prefill_wrapper(fixed)
         self._copied: Mark | None = None
         self._tables: PageTables | None = None
 
@@ -147,6 +144,51 @@ class PlannedWrapper:
         if self._copied is not None:
             # The library fills one page-locked buffer; the copy of the last schedule must have left it.
             self._copied.synchronize()
+        self._plan(tables)
+        self._copied = self._setting.accelerator.mark()
+        self._tables = tables
+
+    def run(self, query: torch.Tensor, kv: KVTensors, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Attend.
+
+        Args:
+            query: [T, H, key_dim] contiguous.
+            kv: [pages, page size, Hkv, key_dim] and [..., value_dim].
+            sinks: fp32 [H] for a geometry that has them.
+
+        Returns:
+            [T, H, value_dim].
+        """
+        if self._tables is None:
+            raise HfpagedError("a FlashInfer wrapper was run without a plan; this is a bug")
+        if not query.dtype == kv[0].dtype == kv[1].dtype == self._setting.dtype:
+            raise HfpagedError(f"FlashInfer was planned for {self._setting.dtype}, not for {query.dtype}")
+        return self._run(query, kv, sinks)
+
+    @abstractmethod
+    def _plan(self, tables: PageTables) -> None:
+        """Call the library's `plan`."""
+
+    @abstractmethod
+    def _run(self, query: torch.Tensor, kv: KVTensors, sinks: torch.Tensor | None) -> torch.Tensor:
+        """Call the library's `run`."""
+
+
+class HeadsWrapper(PlannedWrapper):
+    """For layers that store the keys and values of their heads.
+
+    Args:
+        one_each: plan for steps in which every request has one token.
+        fixed: where the tables go for a captured step; None: the step is not captured.
+    """
+
+    def __init__(self, geometry: Geometry, setting: Setting, one_each: bool, fixed: FixedTables | None = None):
+        super().__init__(setting)
+        self._geometry = geometry
+        self._decodes = one_each and geometry.has_decode_kernel
+        self._wrapper = self._decode_wrapper(fixed) if self._decodes else self._prefill_wrapper(fixed)
+
+    def _plan(self, tables: PageTables) -> None:
         geometry, setting = self._geometry, self._setting
         shared = {
             "sm_scale": geometry.scale,
@@ -184,24 +226,8 @@ class PlannedWrapper:
                 **heads,
                 **shared,
             )
-        self._copied = setting.accelerator.mark()
-        self._tables = tables
 
-    def run(self, query: torch.Tensor, kv: KVTensors, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Attend.
-
-        Args:
-            query: [T, H, key_dim] contiguous.
-            kv: [pages, page size, Hkv, key_dim] and [..., value_dim].
-            sinks: fp32 [H] for a geometry that has them.
-
-        Returns:
-            [T, H, value_dim].
-        """
-        if self._tables is None:
-            raise HfpagedError("a FlashInfer wrapper was run without a plan; this is a bug")
-        if not query.dtype == kv[0].dtype == kv[1].dtype == self._setting.dtype:
-            raise HfpagedError(f"FlashInfer was planned for {self._setting.dtype}, not for {query.dtype}")
+    def _run(self, query: torch.Tensor, kv: KVTensors, sinks: torch.Tensor | None) -> torch.Tensor:
         if self._geometry.has_sinks:
             return self._wrapper.run(query, kv, sinks, self._geometry.scale)
         return self._wrapper.run(query, kv)

@@ -24,6 +24,11 @@ class LayerShape(NamedTuple):
     value_dim: int
 
 
+class LatentShape(LayerShape):
+    """Of one head that all query heads read, whose values are the first dimensions of its keys: what is stored of a
+    token in multi-head latent attention."""
+
+
 class AttentionParams(NamedTuple):
     """What differs between layers besides shapes.
 
@@ -71,6 +76,10 @@ class AttentionBackend(ABC):
     def stored_shape(cls, shape: LayerShape) -> LayerShape:
         """What a layer's keys and values take in memory: its own shape, or a larger one that has a kernel."""
         return shape
+
+    def attends_to_latents(self, shape: LatentShape, num_heads: int) -> bool:
+        """Whether it has kernels for so many query heads over one head of this shape. Few backends have any."""
+        return False
 
     @abstractmethod
     def allocate(self, shape: LayerShape, num_blocks: int) -> KVTensors:

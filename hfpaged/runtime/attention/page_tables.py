@@ -21,6 +21,7 @@ class PageTables(NamedTuple):
         query_start: [R + 1] on the host, first packed token of each request, then T.
         page_start: [R + 1] on the host, first entry of each request in `pages`, then their number.
         last_page_len: [R] on the host, tokens in each request's last page, 1 to page size.
+        context_len: [R] on the host, tokens of each request.
         pages: on the device, page ids.
         one_each: whether every request has one token in the step.
     """
@@ -28,6 +29,7 @@ class PageTables(NamedTuple):
     query_start: torch.Tensor
     page_start: torch.Tensor
     last_page_len: torch.Tensor
+    context_len: torch.Tensor
     pages: torch.Tensor
     one_each: bool
 
@@ -46,7 +48,7 @@ class PageTableWriter:
         """
         page_start, last_page_len, pages = compressed(batch)
         query_start = np.asarray(batch.query_start, dtype=np.int32)
-        host = self._host.fill((query_start, page_start, last_page_len))
+        host = self._host.fill((query_start, page_start, last_page_len, batch.context_len))
         (device_pages,) = self._pages.upload((pages,))
         return PageTables(*host, device_pages, one_each=int(query_start[-1]) == len(last_page_len))
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from hfpaged.runtime.attention.interface import AheadBackend, AttentionParams, LayerShape
+from hfpaged.runtime.attention.interface import AheadBackend, AttentionParams, LatentShape, LayerShape
 from hfpaged.runtime.attention.torch_backend import attend
 from hfpaged.runtime.batch import StepBatch
 
@@ -42,6 +42,8 @@ def _try(
     query, key, value = (
         torch.randn(5, shape.num_kv_heads, dim, generator=generator).to(device, dtype) for dim in dims
     )
+    if isinstance(shape, LatentShape):
+        value = key[..., : shape.value_dim]
     params = AttentionParams(shape.key_dim**-0.5)
     with torch.no_grad(), backend.accelerator.active():
         kv = backend.allocate(shape, 5)
