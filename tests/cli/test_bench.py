@@ -15,9 +15,11 @@ from hfpaged.cli.bench.latency import Latency, TokenTimes, latency_table
 from hfpaged.cli.bench.measure import Measurement, check_lengths, measure
 from hfpaged.cli.bench.peaks import Peaks
 from hfpaged.cli.bench.profile import Profiler, StepShape, profile_table
+from hfpaged.cli.bench.queues import profile_queue, queue_table
 from hfpaged.cli.bench.report import Setting, json_lines, table
 from hfpaged.cli.bench.workload import BenchRequest
 from hfpaged.cli.main import main
+from hfpaged.patch import is_patched
 
 WORK = [BenchRequest([5, 6, 7, 8], 6), BenchRequest([9, 10], 3), BenchRequest(list(range(20, 60)), 9)]
 
@@ -168,3 +170,12 @@ def test_a_profile_accounts_for_the_whole_step(tiny_model: Callable[..., PreTrai
     assert sum(profile.operations.values()) == pytest.approx(profile.seconds, rel=0.5)
     assert 0 < profile.roofline < 1
     assert profile_table(peaks, [profile]).splitlines()[2].split()[:3] == ["3", "2", "20"]
+
+
+def test_a_queue_waits_while_the_batch_runs_and_is_cancelled_at_the_end(tiny_model: Callable[..., PreTrainedModel]):
+    model = tiny_model("llama")
+    profile = profile_queue(model, waiting=5, running=3)
+    assert (profile.running, profile.waiting) == (3, 5)
+    assert 0 < profile.schedule < profile.seconds
+    assert queue_table([profile]).splitlines()[1].split()[:2] == ["3", "5"]
+    assert not is_patched(model)

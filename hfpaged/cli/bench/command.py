@@ -13,8 +13,9 @@ kinds of workload:
 
 With --url the workload goes to a running server instead, and the table has latencies as its clients see them.
 
---latency adds when the tokens came, for engines that hand them out one by one. --profile runs no engine but steps of
-the CPU step program: of growing batches, contexts and prompts, by operation, against the machine's measured peaks.
+--latency adds when the tokens came, for engines that hand them out one by one. --profile runs no workload but steps of
+the CPU step program: of growing batches, contexts and prompts, by operation, against the machine's measured peaks; and
+then steps of the engine with more and more requests waiting.
 
 A workload file is a JSON list of {"prompt_token_ids": [...], "max_new_tokens": n}.
 """
@@ -38,6 +39,7 @@ from hfpaged.cli.bench.latency import latency_table
 from hfpaged.cli.bench.measure import Measurement, measure
 from hfpaged.cli.bench.peaks import measure_peaks
 from hfpaged.cli.bench.profile import SHAPES, Profiler, profile_rows, profile_table
+from hfpaged.cli.bench.queues import QUEUES, profile_queue, queue_rows, queue_table
 from hfpaged.cli.bench.report import Setting, json_lines, table, write_json
 from hfpaged.cli.bench.server import run_server
 from hfpaged.cli.bench.workload import KINDS, BenchRequest, make_workload, read_workload
@@ -114,13 +116,18 @@ def run_profile(args: argparse.Namespace, model: PreTrainedModel, threads: int) 
     meter = CpuMeter()
     peaks = measure_peaks(model.dtype, threads)
     profiler = Profiler(model, threads, peaks)
-    profiles = []
+    profiles, queues = [], []
     for shape in SHAPES:
         profiles.append(profiler.run(shape))
         print(f"{shape}: {1e3 * profiles[-1].seconds:.2f} ms", file=sys.stderr)
+    for waiting in QUEUES:
+        queues.append(profile_queue(model, waiting))
+        print(f"{waiting} waiting: {1e3 * queues[-1].seconds:.2f} ms", file=sys.stderr)
     if args.json is not None:
-        write_json(args.json, "".join(json.dumps(row) + "\n" for row in profile_rows(peaks, profiles)))
+        rows = [*profile_rows(peaks, profiles), *queue_rows(queues)]
+        write_json(args.json, "".join(json.dumps(row) + "\n" for row in rows))
     print(profile_table(peaks, profiles))
+    print(queue_table(queues))
     warn(["the steps"] if is_disturbed(meter.foreign_cores()) else [])
     return 0
 
