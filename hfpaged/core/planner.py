@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 from hfpaged.core.block_pool import PoolDraft
@@ -58,22 +59,24 @@ class Planner:
     # ---- who computes ----
 
     def _plan_running(self) -> None:
-        most = self._books.limits.max_requests
-        decoding = sum(request.num_uncomputed for request in self._books.running if request.is_decoding)
-        readers = sum(not request.is_decoding for request in self._books.running)
-        for request in self._books.running:
+        most, running = self._books.limits.max_requests, self._books.running
+        left = [request.num_uncomputed for request in running]
+        decodes = [uncomputed <= request.draft_tokens + 1 for request, uncomputed in zip(running, left, strict=True)]
+        decoding = sum(itertools.compress(left, decodes))
+        readers = decodes.count(False)
+        for request, uncomputed, is_decoding in zip(running, left, decodes, strict=True):
             if self._budget == 0 or len(self._entries) == most:
                 return
             share = self._budget
-            if request.is_decoding:
-                decoding -= request.num_uncomputed
+            if is_decoding:
+                decoding -= uncomputed
             else:
                 readers -= 1
                 share = self._reading_share(decoding, readers)
             if request in self.victims:
                 continue
-            count = self._count(request, request.num_uncomputed, share)
-            if count and self._make_room(request, self._blocks_to_take(request, count)):
+            count = self._count(request, uncomputed, share)
+            if count and self._make_room(request, count):
                 self._schedule(request, count)
 
     def _reading_share(self, decoding: int, readers: int) -> int:
@@ -150,11 +153,14 @@ class Planner:
     ) -> None:
         """Add an entry. `start` and `held` are given for a request that enters with blocks the books do not show."""
         start = request.computed if start is None else start
+        end = start + count
         table = request.blocks if held is None else held
-        first_new, new_blocks = self._take_blocks(table, start, start + count)
-        catches_up = start + count == request.length
-        known = tuple(request.tokens[start : start + count])
-        scored = request.scored_by(start, start + count)
+        first_new, new_blocks = self._take_blocks(table, start, end)
+        catches_up = end == request.length
+        known = tuple(request.tokens[start:end])
+        if len(known) < count:
+            known += (UNKNOWN_TOKEN,) * (count - len(known))
+        scored = 0 if request.score_from is None else request.scored_by(start, end)
         full_table = None
         if held is not None or not self._books.knows_table(request):
             full_table = (*table[:first_new], *new_blocks)
@@ -163,7 +169,7 @@ class Planner:
                 request.id,
                 start,
                 count,
-                known + (UNKNOWN_TOKEN,) * (count - len(known)),
+                known,
                 full_table,
                 first_new,
                 new_blocks,
@@ -176,26 +182,24 @@ class Planner:
 
     # ---- blocks ----
 
-    def _shared_block_to_write(self, table: list[int] | tuple[int, ...], start: int) -> int | None:
-        """Index of the block, among those in the table, that is written from `start` on but is not ours alone."""
+    def _blocks_to_take(self, table: list[int] | tuple[int, ...], start: int, end: int) -> tuple[int | None, int]:
+        """What a table needs to write [start, end).
+
+        Returns:
+            Index of a block of it to copy, because it is not the table's alone, or None; and how many blocks to add.
+        """
+        grown = -(-end // self._block_size) - len(table)
         index = start // self._block_size
         if index >= len(table):
-            return None
+            return None, grown
         block = table[index]
         # A cached block may be looked up by others: its content must stay what its hash says.
         is_cached = self._books.pool.is_cached(block) and block not in self.draft.taken
-        alone = self.draft.references(block) == 1 and not is_cached
-        return None if alone else index
-
-    def _blocks_to_take(self, request: Request, count: int) -> int:
-        grown = -(-(request.computed + count) // self._block_size) - len(request.blocks)
-        copied = self._shared_block_to_write(request.blocks, request.computed) is not None
-        return max(0, grown) + copied
+        return index if is_cached or self.draft.references(block) != 1 else None, grown if grown > 0 else 0
 
     def _take_blocks(self, table: list[int] | tuple[int, ...], start: int, end: int) -> tuple[int, tuple[int, ...]]:
         """Take what a table needs to write [start, end). Returns the first index that changes, and its new blocks."""
-        grown = max(0, -(-end // self._block_size) - len(table))
-        index = self._shared_block_to_write(table, start)
+        index, grown = self._blocks_to_take(table, start, end)
         if index is None:
             return len(table), self.draft.take(grown) if grown else ()
         new_blocks = self.draft.take(1 + grown)
@@ -204,8 +208,12 @@ class Planner:
         return index, new_blocks
 
     def _make_room(self, request: Request, count: int) -> bool:
-        """Preempt the newest until `count` blocks are free. False if that was `request` itself."""
-        while not self.draft.can_take(count):
+        """Preempt the newest until the blocks for `count` tokens are free. False if that was `request` itself."""
+        # Enough for any request is told faster than what this one needs.
+        if self.draft.can_take(count // self._block_size + 2):
+            return True
+        copied, grown = self._blocks_to_take(request.blocks, request.computed, request.computed + count)
+        while not self.draft.can_take(grown + (copied is not None)):
             victim = self._next_victim()
             if victim is None:
                 return False

@@ -85,7 +85,7 @@ class Request:
     @property
     def num_uncomputed(self) -> int:
         """Tokens still to compute."""
-        return self.length - self.computed
+        return len(self.tokens) + self.pending - self.computed
 
     @property
     def most_cached(self) -> int:

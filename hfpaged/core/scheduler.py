@@ -92,9 +92,10 @@ class Scheduler:
         """Live requests that hold blocks."""
         return (request for request in self._requests.values() if request.blocks)
 
-    def children_of(self, request: Request) -> Iterable[int]:
+    def children_of(self, request: Request) -> tuple[int, ...]:
         """Ids of the requests that will be forked from `request` when its prompt is computed."""
-        return (child.id for child in self._children.get(request.id, ()))
+        children = self._children.get(request.id)
+        return tuple(child.id for child in children) if children else ()
 
     def knows_table(self, request: Request) -> bool:
         """Whether the runner was given this request's block table."""
