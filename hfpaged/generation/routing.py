@@ -18,6 +18,8 @@ from hfpaged.runtime.module_state import has_own, unpatched_class, walk_modules
 
 # Keywords that `generate` prepares for every decoder and that the engine makes for itself.
 KNOWN_MODEL_KWARGS = frozenset({"position_ids", "logits_to_keep", "use_cache", "return_dict"})
+# What stock takes and drops before its first forward: `Seq2SeqTrainer` passes the labels of what it evaluates.
+DROPPED_MODEL_KWARGS = frozenset({"labels"})
 # Speculation whose drafts come from inside the model's own forward.
 SELF_SPECULATION = ("assistant_early_exit", "use_mtp", "speculation_type")
 # RoPE variants that choose their frequencies by the longest position of a forward: exact in a packed step only as long
@@ -80,9 +82,8 @@ def _inputs_reason(call: GenerateCall, cache: object | None) -> str | None:
         return "synced_gpus"
     if cache is not None and is_user_cache(cache) and not _is_returned_prefix(cache, call):
         return "user cache"
-    unknown = sorted(
-        name for name, value in call.model_kwargs.items() if value is not None and name not in KNOWN_MODEL_KWARGS
-    )
+    given = {name for name, value in call.model_kwargs.items() if value is not None}
+    unknown = sorted(given - KNOWN_MODEL_KWARGS - DROPPED_MODEL_KWARGS)
     if unknown:
         return f"model argument {unknown[0]}"
     if call.attention_mask is not None:

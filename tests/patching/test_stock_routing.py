@@ -179,6 +179,13 @@ def test_plain_positions_are_the_engines(model):
     assert stats(model)["fallbacks"] == {}
 
 
+def test_labels_of_an_evaluation_are_dropped_as_in_stock(model):
+    want = model.generate(**BATCH, max_new_tokens=NEW, **GREEDY)
+    model.patch(on_unsupported="raise")
+    got = model.generate(**BATCH, labels=BATCH["input_ids"], max_new_tokens=NEW, **GREEDY)
+    assert torch.equal(got, want)
+
+
 def test_returned_cache_of_turn_one_goes_into_turn_two(model):
     """A call that wants its cache back ran on stock code; the cache is a stock one."""
     stock = copy.deepcopy(model)
