@@ -53,10 +53,11 @@ class Driver:
         step: does one step; returns False when there is nothing to do until the next command.
         has_live_requests: whether a fork now would lose requests.
         on_error: told of what escapes from a step or command, which is always a bug; must leave nobody waiting.
+        on_end: called on the thread when it is ended for good. It must not block or raise.
         idle_seconds: how long the thread waits for a command before it ends.
 
     Attributes:
-        ended: its thread was ended for good, at the exit of the process. Requests stay where they were.
+        ended: its thread was ended for good, at the exit of the process.
         listeners: called on the stepping thread after each round of commands and step. They must not block or raise.
     """
 
@@ -65,11 +66,13 @@ class Driver:
         step: Callable[[], bool],
         has_live_requests: Callable[[], bool],
         on_error: Callable[[BaseException], None] = lambda error: None,
+        on_end: Callable[[], None] = lambda: None,
         idle_seconds: float = 1.0,
     ):
         self._step = step
         self._has_live_requests = has_live_requests
         self._on_error = on_error
+        self._on_end = on_end
         self._idle_seconds = idle_seconds
         self.listeners: list[Callable[[], None]] = []
         self._reset()
@@ -100,8 +103,11 @@ class Driver:
                 self._wake.notify()
 
     def call(self, function: Callable[[], Any]) -> Any:
-        """Run `function` between two steps and return what it returns, or raise what it raises."""
-        if threading.current_thread() is self._thread:
+        """Run `function` between two steps and return what it returns, or raise what it raises.
+
+        After the last step, at the exit of the process, it runs on the thread that calls.
+        """
+        if self.ended or threading.current_thread() is self._thread:
             return function()
         outcome = _Outcome()
         self.post(lambda: outcome.settle(function))
@@ -126,13 +132,18 @@ class Driver:
                     self._wake.wait(self._idle_seconds)
                 if thread.stopping or (not busy and not self._commands):
                     self._thread, self.ended = None, thread.stopping
-                    return
+                    break
                 commands, self._commands = self._commands, []
             for command in commands:
                 self._guarded(command)
             busy = bool(self._guarded(self._step))
             for listener in self.listeners:
                 listener()
+        if thread.stopping:
+            # Somebody may wait for what the last commands do.
+            for command in self._commands:
+                self._guarded(command)
+            self._on_end()
 
     def _guarded(self, function: Callable[[], Any]) -> Any:
         try:

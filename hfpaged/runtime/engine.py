@@ -29,7 +29,7 @@ class EngineCore:
         self._ids = itertools.count()
         # Named, so that no function of the driver refers to this object: the model would wait for the collector.
         self._stepper = stepper = Stepper(model, original_class, config, self.counters)
-        self._driver = Driver(stepper.step, lambda: bool(stepper.live), on_error=stepper.give_up)
+        self._driver = Driver(stepper.step, lambda: bool(stepper.live), stepper.give_up, stepper.abandon)
 
     def submit_specs(self, specs: Sequence[RequestSpec]) -> list[GenerationHandle]:
         """Queue the rows of one call together and return their handles in order.

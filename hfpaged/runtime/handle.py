@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hfpaged.errors import RequestCancelled
+from hfpaged.errors import EngineDeadError, RequestCancelled
 from hfpaged.runtime.token_iterators import AsyncTokenIterator, TokenIterator
 from hfpaged.sampling.logprobs import TokenLogprob
 
@@ -49,6 +49,7 @@ class GenerationHandle:
         self._changed = threading.Condition()
         self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
         self._next_logits: torch.Tensor | None = None
+        self._is_abandoned = False
 
     # ---- for callers ----
 
@@ -68,11 +69,11 @@ class GenerationHandle:
         Raises:
             RequestCancelled: it was cancelled.
             TimeoutError: it did not end within `timeout` seconds (it goes on).
+            EngineDeadError: the process is exiting, so it will not end.
             Exception: whatever ended it in error.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout):
-                raise TimeoutError(f"the request has not finished within {timeout} s")
+        if not self._wait_for(lambda: self.done, timeout):
+            raise TimeoutError(f"the request has not finished within {timeout} s")
         self._raise_if_failed()
         return list(self.tokens)
 
@@ -93,8 +94,7 @@ class GenerationHandle:
         Raises:
             RequestCancelled, Exception: as `result()`, after the last token.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self.done or len(self.tokens) > index)
+        self._wait_for(lambda: self.done or len(self.tokens) > index)
         if len(self.tokens) > index:
             return self.tokens[index]
         self._raise_if_failed()
@@ -122,9 +122,8 @@ class GenerationHandle:
         Raises:
             Exception: whatever ended the request in error.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: self.done or self._next_logits is not None)
-            logits, self._next_logits = self._next_logits, None
+        self._wait_for(lambda: self.done or self._next_logits is not None)
+        logits = self.poll_logits()
         if logits is None:
             self._raise_if_failed()
         return logits
@@ -182,11 +181,13 @@ class GenerationHandle:
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """The request ended. Only the first end counts."""
         with self._changed:
-            if self.done:
-                return
-            self._error = error
-            self.finish_reason = reason
-            self._notify()
+            if not self.done:
+                self._error, self.finish_reason = error, reason
+                self._notify()
+
+    def abandon(self) -> None:
+        """The process is exiting: no token will come any more."""
+        self._is_abandoned = True
 
     def _notify(self) -> None:
         self._changed.notify_all()
@@ -204,8 +205,24 @@ class GenerationHandle:
         with self._changed:
             if self.done or len(self.tokens) > read:
                 return
+            self._require_hope()
             self._async_waiters.append((loop, future))
         await future
+
+    def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until `condition()` holds. Returns whether it does, after `timeout` seconds at the latest."""
+        with self._changed:
+            if not condition():
+                self._require_hope()
+            return self._changed.wait_for(condition, timeout)
+
+    def _require_hope(self) -> None:
+        """Raise EngineDeadError rather than have an exit handler wait for ever.
+
+        A daemon thread may wait: it ends with the process, and if it ran on, what it frees could make that abort.
+        """
+        if self._is_abandoned and not threading.current_thread().daemon:
+            raise EngineDeadError("the request has not ended, and the process is exiting")
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:

@@ -153,6 +153,11 @@ class Stepper:
             request.handle.finish("error", error)
         self.workspaces.drop_all()
 
+    def abandon(self) -> None:
+        """The process is exiting, so no step will come any more."""
+        for request in self.live.values():
+            request.handle.abandon()
+
     # ---- the step ----
 
     def step(self) -> bool:

@@ -11,6 +11,11 @@ import threading
 import pytest
 from batches import alone, left_padded, random_prompts
 from engine.hooks import WAIT_SECONDS, paused, runs, used_blocks, with_import_paths
+from families import build_tiny
+
+import hfpaged
+from hfpaged.errors import EngineDeadError
+from hfpaged.runtime.driver import SteppingThread
 
 PROMPTS = random_prompts((20, 5, 33))
 GREEDY = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": 12}
@@ -186,6 +191,28 @@ def test_forks_work_except_while_requests_run():
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_exit_handlers_that_run_after_the_engines_own_neither_wait_nor_fail():
+    model = build_tiny("llama")
+    model.patch()
+    engine = hfpaged.engine(model)
+    handle = engine.submit(PROMPTS[0], **{**GREEDY, "max_new_tokens": 450})
+    tokens = iter(handle)
+    next(tokens)
+    for thread in threading.enumerate():
+        if isinstance(thread, SteppingThread):
+            thread.end()
+    with pytest.raises(EngineDeadError, match="exiting"):
+        handle.result()
+    with pytest.raises(EngineDeadError, match="exiting"):
+        list(tokens)
+    tokens.close()
+    with pytest.raises(EngineDeadError, match="exiting"):
+        engine.submit(PROMPTS[0], **GREEDY)
+    engine.check()
+    engine.snapshot()
+    assert model.unpatch() is model
 
 
 LEFT_AT_EXIT = {

@@ -97,12 +97,15 @@ def test_a_forked_child_works_without_live_requests_and_is_told_with_them(live):
 
 
 def test_ended_at_exit_it_says_so_and_starts_no_other_thread():
-    driver = idle_driver(idle_seconds=5)
+    ends = []
+    driver = idle_driver(idle_seconds=5, on_end=lambda: ends.append(threading.current_thread()))
     thread = driver.call(threading.current_thread)
     thread.end()
     assert not thread.is_alive()
+    assert ends == [thread]
     with pytest.raises(EngineDeadError, match="exiting"):
-        driver.call(lambda: None)
+        driver.post(lambda: None)
+    assert driver.call(threading.current_thread) is threading.current_thread()
 
 
 def test_a_process_waits_for_a_thread_that_frees_its_engine_as_it_ends():
