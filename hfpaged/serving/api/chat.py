@@ -12,7 +12,7 @@ from hfpaged.serving.api.answer import Answer
 from hfpaged.serving.api.chat_prompt import chat_prompt, wants_tools
 from hfpaged.serving.api.errors import unsupported
 from hfpaged.serving.api.generation import Generation, Piece, merged
-from hfpaged.serving.api.responses import ERRORS, ChatCompletion
+from hfpaged.serving.api.responses import ERRORS, ChatCompletion, whole_or_streamed
 from hfpaged.serving.api.schemas import ChatBody
 from hfpaged.serving.api.server_state import ServerState, log_user, stamp, state_of, token_text
 from hfpaged.serving.chat.tool_parser import Parsed, ToolCall, ToolFormat, ToolParser
@@ -20,7 +20,7 @@ from hfpaged.serving.chat.tool_parser import Parsed, ToolCall, ToolFormat, ToolP
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", responses={200: {"model": ChatCompletion}, **ERRORS})
+@router.post("/v1/chat/completions", responses={200: whole_or_streamed(ChatCompletion), **ERRORS})
 async def chat(body: ChatBody, request: Request) -> Response:
     """Answer a conversation."""
     state = state_of(request)

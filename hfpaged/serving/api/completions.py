@@ -12,7 +12,7 @@ from hfpaged.sampling.logprobs import TokenLogprob
 from hfpaged.serving.api.answer import Answer
 from hfpaged.serving.api.errors import unsupported
 from hfpaged.serving.api.generation import Generation, Piece, merged
-from hfpaged.serving.api.responses import ERRORS, Completion
+from hfpaged.serving.api.responses import ERRORS, Completion, whole_or_streamed
 from hfpaged.serving.api.schemas import CompletionBody
 from hfpaged.serving.api.server_state import ServerState, log_user, stamp, state_of, token_text
 
@@ -21,7 +21,7 @@ router = APIRouter()
 DEFAULT_MAX_TOKENS = 16
 
 
-@router.post("/v1/completions", responses={200: {"model": Completion}, **ERRORS})
+@router.post("/v1/completions", responses={200: whole_or_streamed(Completion), **ERRORS})
 async def complete(body: CompletionBody, request: Request) -> Response:
     """Continue one or several prompts, given as text or as token ids."""
     state = state_of(request)

@@ -4,34 +4,47 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
-class Usage(BaseModel):
+class Answered(BaseModel):
+    """Every object in an answer: it has these fields and no others."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class Usage(Answered):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class ErrorDetail(BaseModel):
+class ErrorDetail(Answered):
     message: str
     type: str
     param: str | None
     code: str | None
 
 
-class ErrorBody(BaseModel):
+class ErrorBody(Answered):
     error: ErrorDetail
 
 
-class Choice(BaseModel):
+class CompletionLogprobs(Answered):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class Choice(Answered):
     index: int
     text: str
-    logprobs: dict[str, Any] | None
+    logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 
-class Completion(BaseModel):
+class Completion(Answered):
     id: str
     object: Literal["text_completion"]
     created: int
@@ -40,20 +53,45 @@ class Completion(BaseModel):
     usage: Usage
 
 
-class AnswerMessage(BaseModel):
+class CalledFunction(Answered):
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(Answered):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(Answered):
     role: Literal["assistant"]
     content: str | None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: list[AnswerToolCall] | None = None
 
 
-class ChatChoice(BaseModel):
+class Alternative(Answered):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatTokenLogprob(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(Answered):
+    content: list[ChatTokenLogprob]
+
+
+class ChatChoice(Answered):
     index: int
     message: AnswerMessage
-    logprobs: dict[str, Any] | None
+    logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatCompletion(BaseModel):
+class ChatCompletion(Answered):
     id: str
     object: Literal["chat.completion"]
     created: int
@@ -62,7 +100,7 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
-class Model(BaseModel):
+class Model(Answered):
     id: str
     object: Literal["model"]
     created: int
@@ -70,22 +108,22 @@ class Model(BaseModel):
     max_model_len: int
 
 
-class ModelList(BaseModel):
+class ModelList(Answered):
     object: Literal["list"]
     data: list[Model]
 
 
-class Tokens(BaseModel):
+class Tokens(Answered):
     tokens: list[int]
     count: int
     max_model_len: int
 
 
-class Text(BaseModel):
+class Text(Answered):
     prompt: str
 
 
-class Health(BaseModel):
+class Health(Answered):
     status: Literal["ready", "loading", "draining", "dead"]
     detail: str | None = None
 
@@ -93,3 +131,8 @@ class Health(BaseModel):
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 405, 413, 500, 503)
 }
+
+
+def whole_or_streamed(model: type[Answered]) -> dict[str, Any]:
+    """A successful answer that is one JSON object, or server-sent events if the request asks for a stream."""
+    return {"model": model, "content": {"text/event-stream": {}}}
