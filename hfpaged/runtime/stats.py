@@ -32,12 +32,14 @@ class AheadCounters:
         host_drawn_tokens: draws that only the host could do, each of which cost its request a step.
         dropped_tokens: tokens drawn for requests that had ended by the time they were read.
         captured_steps: steps of released workspaces that were started as a captured whole.
+        shared_prefix_steps: steps of released workspaces that read shared blocks once.
     """
 
     steps_ahead: int = 0
     host_drawn_tokens: int = 0
     dropped_tokens: int = 0
     captured_steps: int = 0
+    shared_prefix_steps: int = 0
 
 
 @dataclass
@@ -94,8 +96,13 @@ def engine_stats(counters: EngineCounters, workspaces: Sequence[Workspace]) -> d
 
 
 def _ahead(counters: AheadCounters, workspaces: Sequence[Workspace]) -> dict[str, Any]:
-    now = sum(workspace.tier.replayed_steps for workspace in workspaces)
-    return {**asdict(counters), "captured_steps": counters.captured_steps + now}
+    replayed = sum(workspace.tier.replayed_steps for workspace in workspaces)
+    shared = sum(workspace.backend.shared_prefix_steps for workspace in workspaces)
+    return {
+        **asdict(counters),
+        "captured_steps": counters.captured_steps + replayed,
+        "shared_prefix_steps": counters.shared_prefix_steps + shared,
+    }
 
 
 def _description(workspace: Workspace | None) -> dict[str, Any]:

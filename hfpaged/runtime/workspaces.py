@@ -110,6 +110,7 @@ class Workspaces:
         """Close one and free its pool."""
         self._counters.books.update(asdict(workspace.scheduler.counters))
         self._counters.ahead.captured_steps += workspace.tier.replayed_steps
+        self._counters.ahead.shared_prefix_steps += workspace.backend.shared_prefix_steps
         workspace.close()
         self._all.remove(workspace)
         if workspace is self.current:

@@ -44,3 +44,7 @@ def test_the_wrapper_for_latents(method):
 def test_the_tables_for_latents():
     real, fake = (module.MLAPlanMetadata.csr for module in (flashinfer.mla, fake_mla))
     assert parameters(fake) == parameters(real)
+
+
+def test_merging():
+    assert parameters(fake_flashinfer.merge_state) == parameters(flashinfer.merge_state)

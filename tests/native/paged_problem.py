@@ -127,6 +127,18 @@ def last_tokens(problem: PagedProblem, counts: list[int]) -> list[Piece]:
     return [Piece(request, context - count, context) for request, (context, count) in enumerate(sizes)]
 
 
+def share_first_blocks(problem: PagedProblem) -> None:
+    """Let all requests begin with the keys, values and blocks of the first, as far as these are not its last block."""
+    for request, context in enumerate(problem.contexts):
+        blocks = (min(problem.contexts[0], context) - 1) // problem.block_size
+        table, first = problem.tables[problem.rows[request]], problem.tables[problem.rows[0]]
+        table[:blocks] = first[:blocks]
+        for states in (problem.key, problem.value):
+            states[request][: blocks * problem.block_size] = states[0][: blocks * problem.block_size]
+    problem.backend.begin(problem.batch(whole(problem)))
+    problem.backend.write(problem.kv, torch.cat(problem.key), torch.cat(problem.value))
+
+
 def assert_matches(problem: PagedProblem, pieces: list[Piece], params: AttentionParams) -> None:
     """The backend's output equals the fp64 one up to the rounding of its dtype."""
     rtol, atol = {

@@ -131,6 +131,13 @@ class Wrapper:
             return self.device.recorder.run_opaque(lambda: self._compute(q, kv, sinks, scale))
         return self._compute(q, kv, sinks, scale)
 
+    def _result(self, q: torch.Tensor, kv: tuple, return_lse: bool) -> Any:
+        output = self._attend(q, kv, None, None)
+        if not return_lse:
+            return output
+        require(self.device.recorder is None, "states are not captured")
+        return output, self._lse
+
     def _compute(self, q: torch.Tensor, kv: tuple, sinks: torch.Tensor | None, scale: float | None) -> torch.Tensor:
         if self._buffers is not None and self.device.replaying is not None:
             recording, number = self.device.replaying
@@ -145,12 +152,13 @@ class Wrapper:
     ) -> torch.Tensor:
         tables, page_size = self._tables, self._options["page_size"]
         output = q.new_empty(q.shape[0], q.shape[1], self._heads[3])
+        self._lse = torch.empty(q.shape[:2], dtype=torch.float32)
         for request in range(tables.requests):
             first, end = tables.query_start[request : request + 2]
             pages = self._pages[tables.page_start[request] : tables.page_start[request + 1]].long()
             require(0 <= int(pages.min()) and int(pages.max()) < len(kv[0]), "a page id is out of range")
             key, value = (cache[pages].flatten(0, 1)[: tables.length(request, page_size)] for cache in kv)
-            output[first:end] = self._attend_one(q[first:end], key, value, sinks, scale).to(q.dtype)
+            output[first:end], self._lse[first:end] = self._attend_one(q[first:end], key, value, sinks, scale)
         return output
 
     def _attend_one(
@@ -160,7 +168,7 @@ class Wrapper:
         value: torch.Tensor,
         sinks: torch.Tensor | None,
         scale: float | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         options = self._options
         scale = options["sm_scale"] if scale is None else scale
         scale = 1 / math.sqrt(self._heads[2]) if scale is None else scale
@@ -178,7 +186,8 @@ class Wrapper:
         scores = scores.masked_fill(hidden, -math.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.float().reshape(-1, 1, 1).expand(-1, scores.shape[1], 1)], dim=-1)
-        return torch.einsum("hnl,lhd->nhd", scores.softmax(dim=-1)[..., : len(key)], value)
+        output = torch.einsum("hnl,lhd->nhd", scores.softmax(dim=-1)[..., : len(key)], value)
+        return output, scores.logsumexp(dim=-1).T / math.log(2)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
@@ -265,7 +274,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         kv_cache_sf=None,
     ):
         require(not args and sinks is None, "this wrapper ignores sinks")
-        return self._attend(q, paged_kv_cache, None, None)
+        return self._result(q, paged_kv_cache, return_lse)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
@@ -330,7 +339,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         disable_split_kv=False,
         uniform_q_len=None,
     ):
-        require(causal, "causal is False unless it is asked for")
         require(custom_mask is None and packed_custom_mask is None, "masks are not used")
         tables = Tables(self.device, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
         options = {
@@ -372,7 +380,9 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
         require(sinks is None, "this argument is ignored")
         if not self.takes_sinks:
             require(not args, "this wrapper takes no further arguments")
-            return self._attend(q, paged_kv_cache, None, None)
+            require(self._options["causal"] or return_lse, "causal is False unless it is asked for")
+            require(lse_base == "log2", "states are merged to the base 2")
+            return self._result(q, paged_kv_cache, return_lse)
         sink, scale = args
         require(sink.dtype is torch.float32 and sink.shape == (self._heads[0],), "sinks are fp32, one a query head")
         require(isinstance(scale, float), "the scale is a float")
@@ -440,6 +450,16 @@ def gemma_rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
     return rmsnorm(input, (_as_read(weight, input.dtype, input.shape[-1]).float() + 1).to(input.dtype), eps)
 
 
+def merge_state(v_a, s_a, v_b, s_b):
+    """Of outputs [n, H, D] over two parts, with the logarithms to the base 2 of their sums of exponentials, [n, H]."""
+    require(v_a.shape == v_b.shape and s_a.shape == s_b.shape == v_a.shape[:2], "the states' shapes")
+    require(v_a.dtype == v_b.dtype and s_a.dtype == s_b.dtype == torch.float32, "the states' dtypes")
+    require(torch.isfinite(s_a).all() and torch.isfinite(s_b).all(), "an empty part")
+    s = torch.logaddexp2(s_a, s_b)
+    weight_a, weight_b = (torch.exp2(one - s)[..., None] for one in (s_a, s_b))
+    return (v_a.float() * weight_a + v_b.float() * weight_b).to(v_a.dtype), s
+
+
 NORMS = (rmsnorm, gemma_rmsnorm)
 WRAPPERS = (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -464,6 +484,7 @@ def fake_flashinfer(device: FakeAccelerator) -> ModuleType:
 
     for wrapper in WRAPPERS:
         setattr(module, wrapper.__name__, bound(wrapper))
+    module.merge_state = merge_state
     module.mla = fake_mla.fake_mla(bound(fake_mla.BatchMLAPagedAttentionWrapper))
     module.norm = SimpleNamespace(**{norm.__name__: norm for norm in NORMS})
     return module

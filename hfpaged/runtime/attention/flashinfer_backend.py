@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from hfpaged.errors import ConfigError
-from hfpaged.runtime.attention import flashinfer_latent
+from hfpaged.runtime.attention import flashinfer_cascade, flashinfer_latent
+from hfpaged.runtime.attention.flashinfer_cascade import DividedWrapper, can_divide
 from hfpaged.runtime.attention.flashinfer_latent import LatentGeometry, LatentWrapper
 from hfpaged.runtime.attention.flashinfer_probe import kernel_dims, machine_problem, model_problem
 from hfpaged.runtime.attention.flashinfer_wrappers import FixedTables, Geometry, HeadsWrapper, PlannedWrapper, Setting
@@ -20,7 +21,8 @@ from hfpaged.runtime.attention.interface import (
     LayerShape,
     lazily_zeroed,
 )
-from hfpaged.runtime.attention.page_tables import PageTables, PageTableWriter
+from hfpaged.runtime.attention.page_tables import DividedTables, PageTables, PageTableWriter
+from hfpaged.runtime.attention.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from hfpaged.runtime.attention.trial import trial_problem
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.device.accelerator import accelerator_for
@@ -36,7 +38,8 @@ class FlashInferBackend(AheadBackend):
     that keep latents, the key tensor has the rotated part and the value tensor the latents.
 
     Every geometry has a wrapper for steps of one token each and one for all others, and for captured steps one of each
-    size. A token's result may differ in its last bits with what else is in the batch: the kernels split long contexts
+    size. Where requests share enough of their prefixes, their common blocks are read once a step, uncaptured. A token's
+    result may differ in its last bits with what else is in the batch: the kernels split long contexts
     by how much work a step has.
     """
 
@@ -58,7 +61,11 @@ class FlashInferBackend(AheadBackend):
         self._fixed: dict[int, FixedTables] = {}
         self._fixed_pages: torch.Tensor | None = None
         self._value_dims: dict[int, int] = {}
+        self._divided_wrappers: dict[Geometry, DividedWrapper] = {}
+        # Of layers that can be divided: what a token takes in each, by the address of its keys.
+        self._divisible_bytes: dict[int, int] = {}
         self._tables: PageTables | None = None
+        self._divided: DividedTables | None = None
         self._slots: torch.Tensor | None = None
         self._size: int | None = None
 
@@ -105,7 +112,10 @@ class FlashInferBackend(AheadBackend):
         """See `AheadBackend.begin_ahead`."""
         if batch.block_size != self.block_size:
             raise ConfigError(f"a batch of block size {batch.block_size} for a cache of block size {self.block_size}")
-        self._tables, self._slots, self._size = self._writer.write(batch), slots, captured_size
+        prefixes = self._worthwhile_prefixes(batch) if captured_size is None else None
+        self.shared_prefix_steps += prefixes is not None
+        self._tables, self._divided = self._writer.write(batch, prefixes)
+        self._slots, self._size = slots, captured_size
         if captured_size is not None:
             # Neither a capture nor a replay can plan, so all wrappers that it may run are planned here.
             for geometry in {geometry for geometry, _, _ in self._wrappers}:
@@ -114,7 +124,7 @@ class FlashInferBackend(AheadBackend):
     def can_capture(self, batch: StepBatch, size: int) -> bool:
         """See `AheadBackend.can_capture`."""
         pages = int((-(-batch.context_len // self.block_size)).sum()) + size - len(batch.context_len)
-        return bool(self._wrappers) and pages <= FIXED_PAGES
+        return bool(self._wrappers) and pages <= FIXED_PAGES and self._worthwhile_prefixes(batch) is None
 
     def write(self, kv: KVTensors, key: torch.Tensor, value: torch.Tensor) -> None:
         """See `AttentionBackend.write`."""
@@ -132,7 +142,12 @@ class FlashInferBackend(AheadBackend):
         geometry = Geometry.of(query, kv, params)
         query = _padded(query.detach().to(self.dtype), geometry.key_dim).contiguous()
         sinks = None if params.sinks is None else params.sinks.detach().to(torch.float32).contiguous()
-        output = self._planned(geometry).run(query, kv, sinks)
+        if can_divide(geometry):
+            self._divisible_bytes[kv[0].data_ptr()] = sum(cache[0, 0].nbytes for cache in kv)
+        if self._divided is not None and can_divide(geometry):
+            output = self._divided_wrapper(geometry).run(query, kv)
+        else:
+            output = self._planned(geometry).run(query, kv, sinks)
         return output[..., : self._value_dims[kv[1].data_ptr()]].contiguous()
 
     def _planned(self, geometry: Geometry | LatentGeometry) -> PlannedWrapper:
@@ -149,6 +164,24 @@ class FlashInferBackend(AheadBackend):
         if not wrapper.is_planned_for(self._tables):
             wrapper.plan(self._tables)
         return wrapper
+
+    def _divided_wrapper(self, geometry: Geometry) -> DividedWrapper:
+        """The geometry's wrappers for a step in two parts, planned for the present one."""
+        wrapper = self._divided_wrappers.get(geometry)
+        if wrapper is None:
+            wrapper = self._divided_wrappers[geometry] = DividedWrapper(geometry, self._setting)
+        wrapper.plan(self._divided)
+        return wrapper
+
+    def _worthwhile_prefixes(self, batch: StepBatch) -> SharedPrefixes | None:
+        """What the requests of a step of one token each share, if reading it once saves enough."""
+        if not self._divisible_bytes or int(batch.query_start[-1]) != len(batch.context_len):
+            return None
+        prefixes = find_shared_prefixes(batch)
+        if prefixes is None:
+            return None
+        saved = prefixes.saved_blocks() * self.block_size * sum(self._divisible_bytes.values())
+        return prefixes if saved >= flashinfer_cascade.LEAST_SAVED_BYTES else None
 
     def _fixed_tables(self, size: int) -> FixedTables:
         """Tables for captured steps of this size; those of all sizes share the largest part."""

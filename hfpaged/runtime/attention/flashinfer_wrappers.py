@@ -180,11 +180,20 @@ class HeadsWrapper(PlannedWrapper):
     Args:
         one_each: plan for steps in which every request has one token.
         fixed: where the tables go for a captured step; None: the step is not captured.
+        causal: False if all of a request's tokens see all of its pages.
     """
 
-    def __init__(self, geometry: Geometry, setting: Setting, one_each: bool, fixed: FixedTables | None = None):
+    def __init__(
+        self,
+        geometry: Geometry,
+        setting: Setting,
+        one_each: bool,
+        fixed: FixedTables | None = None,
+        causal: bool = True,
+    ):
         super().__init__(setting)
         self._geometry = geometry
+        self._causal = causal
         self._decodes = one_each and geometry.has_decode_kernel
         self._wrapper = self._decode_wrapper(fixed) if self._decodes else self._prefill_wrapper(fixed)
 
@@ -222,7 +231,7 @@ class HeadsWrapper(PlannedWrapper):
                 tables.last_page_len,
                 head_dim_qk=geometry.key_dim,
                 head_dim_vo=geometry.value_dim,
-                causal=True,
+                causal=self._causal,
                 **heads,
                 **shared,
             )
@@ -231,6 +240,10 @@ class HeadsWrapper(PlannedWrapper):
         if self._geometry.has_sinks:
             return self._wrapper.run(query, kv, sinks, self._geometry.scale)
         return self._wrapper.run(query, kv)
+
+    def run_with_lse(self, query: torch.Tensor, kv: KVTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """`run` without sinks, and the logarithms to the base 2 of the sums of exponentials, fp32 [T, H]."""
+        return self._wrapper.run(query, kv, return_lse=True)
 
     def _decode_wrapper(self, fixed: FixedTables | None) -> Any:
         return flashinfer().BatchDecodeWithPagedKVCacheWrapper(

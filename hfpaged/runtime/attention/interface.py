@@ -54,9 +54,13 @@ class AttentionBackend(ABC):
     The result of a token depends on the token and on its own request alone, never on what else is in the batch, on how
     its prompt was cut into steps, or on which blocks it has. A backend that guarantees this to the last bit says so in
     its docstring.
+
+    Attributes:
+        shared_prefix_steps: steps so far in which blocks that requests share were read once for all of them.
     """
 
     name: str
+    shared_prefix_steps: int = 0
     # Types of the devices it was made for; None: all.
     device_types: frozenset[str] | None = None
 
