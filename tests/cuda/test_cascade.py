@@ -15,6 +15,8 @@ from native.paged_problem import PagedProblem, assert_matches, last_tokens, shar
 import hfpaged
 from hfpaged.runtime.attention import flashinfer_cascade
 from hfpaged.runtime.attention.flashinfer_backend import FlashInferBackend
+from hfpaged.runtime.attention.flashinfer_cascade import can_divide
+from hfpaged.runtime.attention.flashinfer_wrappers import Geometry
 from hfpaged.runtime.attention.interface import AttentionParams, LayerShape
 from hfpaged.runtime.attention.shared_prefixes import find_shared_prefixes
 
@@ -100,6 +102,11 @@ def test_layers_that_cannot_be_divided_are_not(machine, params):
     assert_matches(case, pieces, params)
     assert case.backend.shared_prefix_steps == 1
     assert len(machine.library.made) == made + 1
+
+
+@pytest.mark.parametrize(("dims", "holds"), [((64, 64), True), ((256, 256), True), ((192, 128), False)])
+def test_head_dimensions_that_can_be_merged(dims, holds):
+    assert can_divide(Geometry(8, 2, *dims, 0.1, None, None, False)) is holds
 
 
 def test_steps_with_more_tokens_of_a_request_are_whole():

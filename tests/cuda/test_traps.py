@@ -67,6 +67,11 @@ TESTED = {
         "cuda/test_latents.py::test_numbers_of_heads_whose_tiles_end_between_tokens",
     "log-sum-exps have base 2": "cuda/test_cascade.py::test_results",
     "cascades are wrong under sliding windows": "cuda/test_cascade.py::test_layers_that_cannot_be_divided_are_not",
+    "merging knows few head dimensions": "cuda/test_cascade.py::test_head_dimensions_that_can_be_merged",
+    "run() does not notice a batch that was not planned for":
+        f"{BACKEND}::test_one_plan_a_step_for_all_layers_of_a_geometry",
+    "ninja fails without saying why, nvcc is too old, headers are missing":
+        "cuda/test_probe.py::test_kernels_that_do_not_compile_or_are_wrong_cost_the_backend_and_nothing_else",
     "merging with an empty part gives NaN": "cuda/test_cascade.py::test_a_request_with_one_block_keeps_the_step_whole",
     "import works without a usable backend": "cuda/test_probe.py::test_what_is_wrong_with_the_machine",
     "kernels are compiled at first use, with nvcc":
@@ -92,6 +97,10 @@ CANNOT_OCCUR = {
     "D = 512 in many graphs accesses illegal memory": "head dimensions above 256 are refused by name",
     "split-KV cannot be turned off under graphs in old versions": "it is never turned off",
     "q_len_per_req is fixed at capture": "captured steps have one token for each request",
+    "a captured prefill wrapper keeps the rows of its first plan": "captured steps of a size have always as many rows",
+    "k_scale and v_scale are applied in unlike places": "none is given: the cache is not scaled",
+    "a killed compilation leaves a lock on which the next one hangs":
+        "not excluded: README says what to delete",
     "scalars are baked into graphs": "scale, window and cap belong to a wrapper, which belongs to one geometry",
     "another device than the current one": "steps run with their device current; models over several are refused",
     "two streams share a workspace": "an engine queues all its work on one stream",
