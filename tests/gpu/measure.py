@@ -2,19 +2,23 @@
 
     python tests/gpu/measure.py --json figures.json
 
-Prints a table and writes the same as JSON. `--dry-run` goes the same way with a tiny model on the stand-in for a GPU,
-to see that the script works; its figures mean nothing.
+Writes JSON as it goes, so that whatever ends it leaves what was measured, and prints a table in the end. What fails is
+noted in its place, and what there is no time for is left out. `--dry-run` goes the same way with a tiny model on the
+stand-in for a GPU, to see that the script works; its figures mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +33,8 @@ import hfpaged
 from hfpaged.cli.bench.engines import ENGINES, NEVER_ENDS, Engine, HfContinuousBatching
 from hfpaged.cli.bench.workload import BenchRequest
 
+Found = dict[str, Any]
+
 
 class Case(NamedTuple):
     """`rows` requests of `prompt` tokens, each with `new` tokens to generate."""
@@ -39,6 +45,7 @@ class Case(NamedTuple):
     new: int
 
 
+# Those that say most come first.
 CASES = (
     Case("decode, batch 1", 1, 64, 128),
     Case("decode, batch 8", 8, 64, 128),
@@ -46,6 +53,8 @@ CASES = (
     Case("decode, batch 256", 256, 64, 64),
     Case("prefill, 8k", 1, 8000, 1),
 )
+SECONDS_OF_ONE_ENGINE = 6.0
+STATS = ("backend", "steps", "steps_ahead", "captured_steps", "capture_problem", "capture_breaks", "tier_refusals")
 DRY_CASES = (Case("decode, batch 1", 1, 16, 8), Case("decode, batch 3", 3, 16, 8), Case("prefill", 1, 100, 1))
 
 
@@ -89,26 +98,32 @@ def seconds_of(engine: Engine, model: PreTrainedModel, work: list[BenchRequest])
     return taken
 
 
-def measure_case(model: PreTrainedModel, case: Case, turns: int, is_dry: bool) -> dict[str, Any]:
-    """Median seconds and tokens per second of each engine; what failed is said instead."""
-    row: dict[str, Any] = {"case": case.name}
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns, or why it failed: one failure must not cost the other figures."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}"[:200]}
+    finally:
+        # One engine's cached memory is the next one's.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def measure_engine(kind: type[Engine], model: PreTrainedModel, case: Case, turns: int) -> dict[str, Any]:
+    """Median seconds of several turns, or of as many as take a few seconds, and tokens per second."""
     vocabulary = model.config.vocab_size
-    for name, kind in engines(is_dry).items():
-        try:
-            with kind(model) as engine:
-                seconds_of(engine, model, workload(case, vocabulary, seed=999))
-                taken = sorted(
-                    seconds_of(engine, model, workload(case, vocabulary, seed)) for seed in range(turns)
-                )[turns // 2]
-                row[name] = {"seconds": taken, **throughput(case, taken)}
-                if name == "hfpaged":
-                    row["stats"] = {
-                        key: engine.stats()[key]
-                        for key in ("backend", "steps", "steps_ahead", "captured_steps", "capture_problem")
-                    }
-        except Exception as error:  # one engine's failure must not cost the figures of the others
-            row[name] = {"failed": f"{type(error).__name__}: {error}"[:200]}
-    return row
+    taken: list[float] = []
+    with kind(model) as engine:
+        warming_up = seconds_of(engine, model, workload(case, vocabulary, seed=999))
+        while len(taken) < turns and (not taken or sum(taken) < SECONDS_OF_ONE_ENGINE):
+            taken.append(seconds_of(engine, model, workload(case, vocabulary, len(taken))))
+        stats = engine.stats()
+    median = sorted(taken)[len(taken) // 2]
+    found = {"seconds": median, "turns": len(taken), "warm_up_seconds": warming_up, **throughput(case, median)}
+    return found | {"stats": {key: stats[key] for key in STATS if key in stats}}
 
 
 def throughput(case: Case, seconds: float) -> dict[str, float]:
@@ -162,41 +177,56 @@ def achieved_bandwidth(model: PreTrainedModel, step_us: float) -> float:
     return bytes_of_weights(model) / (step_us * 1e-6)
 
 
-def measure(shape: str, device: torch.device, cases: tuple[Case, ...], turns: int) -> dict[str, Any]:
-    """Everything about one model shape."""
+def measure(shape: str, device: torch.device, cases: tuple[Case, ...], turns: int, found: Found) -> Iterator[None]:
+    """Everything about one model shape, into `found`. Yields whenever there is something new in it."""
     is_dry = device.type != "cuda"
     model = random_model(shape, device, torch.bfloat16)
     model.generation_config.pad_token_id = 0
     model.set_attn_implementation("sdpa")
     steps = 16 if is_dry else 256
-    launches = {name: measure_launches(model, name == "captured", steps) for name in ("uncaptured", "captured")}
-    found: dict[str, Any] = {
-        "shape": shape,
-        "launches": launches,
-        "achieved_bytes_per_second": achieved_bandwidth(model, launches["captured"]["step_us"]),
-        "cases": [measure_case(model, case, turns, is_dry) for case in cases],
-    }
+    launches = found["launches"] = {}
+    for name in ("uncaptured", "captured"):
+        launches[name] = attempt(measure_launches, model, name == "captured", steps)
+        yield
+    if "step_us" in launches["captured"]:
+        found["achieved_bytes_per_second"] = achieved_bandwidth(model, launches["captured"]["step_us"])
     if not is_dry:
-        found["copy_bytes_per_second"] = copy_bandwidth(device)
-    return found
+        found["copy_bytes_per_second"] = attempt(copy_bandwidth, device)
+    found["cases"] = [{"case": case.name} for case in cases]
+    # Our own figures first: they are what nobody else has.
+    for name, kind in engines(is_dry).items():
+        for case, row in zip(cases, found["cases"], strict=True):
+            row[name] = attempt(measure_engine, kind, model, case, turns)
+            print(f"{shape}, {case.name}, {name}: {cell(row, name)}", flush=True)
+            yield
 
 
-def print_table(results: list[dict[str, Any]]) -> None:
+def cell(row: dict[str, Any], name: str) -> str:
+    """Tokens per second of one engine in one case."""
+    if name not in row:
+        return "no time"
+    return f"{row[name]['tokens_per_second']:.0f}" if "tokens_per_second" in row[name] else "failed"
+
+
+def print_table(results: list[Found]) -> None:
     """The JSON's content for people."""
     for result in results:
         print(f"\n{result['shape']}, bfloat16")
-        for name, launch in result["launches"].items():
-            print(f"  {name:12} {launch['launch_us']:8.0f} us to launch a step, {launch['step_us']:8.0f} us a step")
-        achieved, copied = result["achieved_bytes_per_second"], result.get("copy_bytes_per_second")
-        share = f", {100 * achieved / copied:.0f} % of a copy's" if copied else ""
-        print(f"  weights read at {achieved / 1e9:.3g} GB/s{share}")
+        for name, launch in result.get("launches", {}).items():
+            if "failed" in launch:
+                print(f"  {name:12} failed: {launch['failed']}")
+            else:
+                print(f"  {name:12} {launch['launch_us']:8.0f} us to launch a step, {launch['step_us']:8.0f} us a step")
+        achieved, copied = result.get("achieved_bytes_per_second"), result.get("copy_bytes_per_second")
+        if achieved:
+            share = f", {100 * achieved / copied:.0f} % of a copy's" if isinstance(copied, float) else ""
+            print(f"  weights read at {achieved / 1e9:.3g} GB/s{share}")
         names = list(ENGINES)
         print(f"  {'tokens/s':20}" + "".join(f"{name:>14}" for name in names))
-        for row in result["cases"]:
-            cells = [row[name].get("tokens_per_second") for name in names]
-            print(f"  {row['case']:20}" + "".join(f"{'failed' if c is None else f'{c:.0f}':>14}" for c in cells))
+        for row in result.get("cases", []):
+            print(f"  {row['case']:20}" + "".join(f"{cell(row, name):>14}" for name in names))
             for name in names:
-                if "failed" in row[name]:
+                if "failed" in row.get(name, {}):
                     print(f"      {name}: {row[name]['failed']}")
 
 
@@ -217,6 +247,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=Path("gpu-figures.json"), help="where to write the figures")
     parser.add_argument("--shapes", default="smollm2-135m,llama-3-8b", help="of the models, with commas in between")
     parser.add_argument("--turns", type=int, default=3, help="timed turns of each case; the median counts")
+    parser.add_argument("--seconds", type=float, default=200, help="begin nothing more after so many")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model, on the stand-in for a GPU")
     arguments = parser.parse_args()
     if not arguments.dry_run and not torch.cuda.is_available():
@@ -224,9 +255,7 @@ def main() -> int:
         return 2
     shapes = ["tiny"] if arguments.dry_run else arguments.shapes.split(",")
     cases = DRY_CASES if arguments.dry_run else CASES
-    with machine(arguments.dry_run) as device, torch.no_grad():
-        results = [measure(shape, device, cases, arguments.turns) for shape in shapes]
-    print_table(results)
+    results: list[Found] = [{"shape": shape} for shape in shapes]
     about = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "stand-in",
         "torch": torch.__version__,
@@ -234,7 +263,14 @@ def main() -> int:
         "hfpaged": hfpaged.__version__,
         "results": results,
     }
-    arguments.json.write_text(json.dumps(about, indent=1))
+    ends = time.monotonic() + arguments.seconds
+    with machine(arguments.dry_run) as device, torch.no_grad():
+        parts = (measure(found["shape"], device, cases, arguments.turns, found) for found in results)
+        for _ in itertools.chain.from_iterable(parts):
+            arguments.json.write_text(json.dumps(about, indent=1))
+            if time.monotonic() > ends:
+                break
+    print_table(results)
     print(f"\nwritten to {arguments.json}")
     return 0
 
