@@ -19,9 +19,12 @@ from hfpaged.fusion.guards import (
     plain_together,
     same_dtype,
     same_width,
+    width_among,
 )
 
 _COMPUTED = (torch.bfloat16, torch.float16)
+# Head dimensions that the rotation was compiled for.
+ROTATION_DIMS = (64, 128, 256)
 
 
 def _norm() -> Guard:
@@ -32,6 +35,39 @@ def _norm() -> Guard:
         dtype_among("x", *_COMPUTED),
         same_dtype("x", "weight", "out"),
         same_width("x", "weight", "out"),
+    )
+
+
+def _activation() -> Guard:
+    weights = ("weight_0", "weight_1", "weight_2")
+    return all_of(
+        nothing_in_between,
+        needs("x", "out", *weights[:2]),
+        plain_together("x"),
+        dtype_among("x", *_COMPUTED),
+        same_dtype("x", "out", *weights),
+    )
+
+
+def _rotation() -> Guard:
+    return all_of(
+        nothing_in_between,
+        needs("query", "key"),
+        plain_together("query"),
+        dtype_among("query", *_COMPUTED),
+        same_dtype("query", "key"),
+        same_width("query", "key"),
+        width_among("query", *ROTATION_DIMS),
+    )
+
+
+def _gated(name: str, activation: str) -> Fusion:
+    return Fusion(
+        f"flashinfer.{name}",
+        f"{activation}(gate) * up",
+        f"T({activation}(gate) * up) in fp32: modules round the activation as well, so that last bits may differ",
+        ("flashinfer",),
+        _activation(),
     )
 
 
@@ -49,5 +85,15 @@ FLASHINFER_FUSIONS = (
         "T(x * r * (1 + weight)) in fp32",
         ("flashinfer",),
         _norm(),
+    ),
+    _gated("silu_and_mul", "silu"),
+    _gated("gelu_and_mul", "gelu"),
+    _gated("gelu_tanh_and_mul", "gelu_tanh"),
+    Fusion(
+        "flashinfer.rotation",
+        "q * cos + rotate_half(q) * sin, and the same for k",
+        "T(q * cos + rotated * sin) in fp32: modules round both products as well, so that last bits may differ",
+        ("flashinfer",),
+        _rotation(),
     ),
 )

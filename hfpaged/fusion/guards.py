@@ -120,6 +120,18 @@ def same_width(reference: str, *roles: str) -> Guard:
     return guard
 
 
+def width_among(role: str, *widths: int) -> Guard:
+    """The role, where present, has a last dimension that a kernel was compiled for."""
+
+    def guard(values: FusionValues) -> str | None:
+        operand = values.get(role)
+        if operand is not None and operand.shape[-1] not in widths:
+            return f"{role} has {operand.shape[-1]} elements, for which there is no kernel"
+        return None
+
+    return guard
+
+
 def name_of(dtype: torch.dtype) -> str:
     """`bfloat16` instead of `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")

@@ -30,9 +30,20 @@ def test_wrappers(wrapper, method):
     assert parameters(fake_method) == parameters(real_method)
 
 
-@pytest.mark.parametrize("norm", [norm.__name__ for norm in fake_flashinfer.NORMS])
-def test_norms(norm):
-    assert parameters(getattr(fake_flashinfer, norm)) == parameters(getattr(flashinfer.norm, norm))
+@pytest.mark.parametrize(
+    ("place", "function"),
+    [
+        (place, function)
+        for place, functions in (
+            ("norm", fake_flashinfer.NORMS),
+            ("activation", fake_flashinfer.ACTIVATIONS),
+            ("rope", fake_flashinfer.ROTATIONS),
+        )
+        for function in functions
+    ],
+)
+def test_functions(place, function):
+    assert parameters(function) == parameters(getattr(getattr(flashinfer, place), function.__name__))
 
 
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])

@@ -13,7 +13,7 @@ set -uo pipefail
 cd "$(dirname "$0")"
 mode=${1:-}
 case "$mode" in
-    -h | --help) sed -n '2,11p' "$0" | sed 's/^# \{0,1\}//'; exit 0 ;;
+    -h | --help) sed -n '2,11p' "$(basename "$0")" | sed 's/^# \{0,1\}//'; exit 0 ;;
     "" | --quick | --dry-run) ;;
     *) echo "unknown option $mode" >&2; exit 2 ;;
 esac

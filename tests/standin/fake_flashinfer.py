@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from standin.fake_accelerator import FakeAccelerator
+from torch.nn import functional
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256), (192, 128)})
@@ -460,7 +461,49 @@ def merge_state(v_a, s_a, v_b, s_b):
     return (v_a.float() * weight_a + v_b.float() * weight_b).to(v_a.dtype), s
 
 
+def _act_and_mul(input: torch.Tensor, activation: Any) -> torch.Tensor:
+    require(input.dtype in (torch.bfloat16, torch.float16), f"activations are not for {input.dtype}")
+    require(input.is_contiguous() and input.shape[-1] % 2 == 0, "activations are of contiguous rows of two halves")
+    gate, up = input.float().chunk(2, dim=-1)
+    return (activation(gate) * up).to(input.dtype)
+
+
+def silu_and_mul(input, out=None, enable_pdl=None):
+    """The first half of each row is the gate."""
+    return _act_and_mul(input, functional.silu)
+
+
+def gelu_and_mul(input, out=None, enable_pdl=None):
+    return _act_and_mul(input, functional.gelu)
+
+
+def gelu_tanh_and_mul(input, out=None, enable_pdl=None):
+    return _act_and_mul(input, lambda x: functional.gelu(x, approximate="tanh"))
+
+
+def apply_rope_with_cos_sin_cache(positions, query, key, head_size, cos_sin_cache, is_neox=True):
+    """Chooses by the dtype of the query, and reads the key as if it had that."""
+    require(cos_sin_cache.dtype is torch.float32, "cos_sin_cache should be float32")
+    require(query.dtype in (torch.bfloat16, torch.float16), f"rotations are not for {query.dtype}")
+    require(head_size in (64, 128, 256), f"there is no kernel for head dimension {head_size}")
+    require(is_neox and cos_sin_cache.shape[1] == head_size, "this stand-in rotates whole heads by halves")
+    require(positions.dtype in (torch.int32, torch.int64) and positions.dim() == 1, "positions are a vector")
+    require(all(tensor.is_contiguous() for tensor in (positions, query, key, cos_sin_cache)), "not contiguous")
+    cos, sin = (part[:, None] for part in cos_sin_cache[positions.long()].chunk(2, dim=-1))
+    return tuple(_rotated(states, query.dtype, head_size, cos, sin) for states in (query, key))
+
+
+def _rotated(states: torch.Tensor, dtype: torch.dtype, head_size: int, cos: torch.Tensor, sin: torch.Tensor):
+    width = states.shape[1]
+    rows = states.view(torch.uint8).view(dtype)[:, :width]
+    first, second = rows.reshape(len(rows), -1, head_size).float().chunk(2, dim=-1)
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return rotated.reshape(len(rows), width).to(dtype)
+
+
 NORMS = (rmsnorm, gemma_rmsnorm)
+ACTIVATIONS = (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul)
+ROTATIONS = (apply_rope_with_cos_sin_cache,)
 WRAPPERS = (
     BatchDecodeWithPagedKVCacheWrapper,
     BatchPrefillWithPagedKVCacheWrapper,
@@ -486,5 +529,6 @@ def fake_flashinfer(device: FakeAccelerator) -> ModuleType:
         setattr(module, wrapper.__name__, bound(wrapper))
     module.merge_state = merge_state
     module.mla = fake_mla.fake_mla(bound(fake_mla.BatchMLAPagedAttentionWrapper))
-    module.norm = SimpleNamespace(**{norm.__name__: norm for norm in NORMS})
+    for name, functions in (("norm", NORMS), ("activation", ACTIVATIONS), ("rope", ROTATIONS)):
+        setattr(module, name, SimpleNamespace(**{function.__name__: function for function in functions}))
     return module

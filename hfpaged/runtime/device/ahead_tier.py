@@ -8,7 +8,7 @@ from transformers.utils import logging
 from hfpaged.runtime.attention.interface import AheadBackend
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.device.captured_steps import CapturedSteps
-from hfpaged.runtime.device.fused_norms import FusedNorms
+from hfpaged.runtime.device.fused_forwards import FusedForwards
 from hfpaged.runtime.device.inputs import InputWriter, StepInputs
 from hfpaged.runtime.device.pieces import PieceRecorder
 from hfpaged.runtime.thread_state import ThreadState
@@ -35,7 +35,7 @@ class AheadTier(Tier):
         self._backend = backend
         self._packed = PackedForward(view, state)
         # Under autocast the modules compute in other dtypes than their weights have.
-        self._norms = FusedNorms(view, backend.dtype) if state.autocast_dtype is None else None
+        self._fused = FusedForwards(view, backend.dtype) if state.autocast_dtype is None else None
         self._accelerator = backend.accelerator
         self._writer = InputWriter(self._accelerator)
         self._drawn = torch.zeros(most_drawn, dtype=torch.int64, device=self._accelerator.device)
@@ -87,7 +87,7 @@ class AheadTier(Tier):
 
     def refusals(self) -> dict[str, int]:
         """See `Tier.refusals`."""
-        return {} if self._norms is None else dict(self._norms.refusals)
+        return {} if self._fused is None else dict(self._fused.refusals)
 
     def on_weights_changed(self) -> None:
         """Captured steps read the memory that the weights were in."""

@@ -1,0 +1,78 @@
+"""FusedForwards: modules of a view run by FlashInfer's kernels, where those compute what the module's own code does."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from hfpaged.fusion.flashinfer_catalogue import FLASHINFER_FUSIONS
+from hfpaged.fusion.registry import FusionRefused, FusionRegistry
+from hfpaged.program.description import NotRecognized
+from hfpaged.runtime.device.fused_mlp import fused_mlp, may_be_gated_mlp
+from hfpaged.runtime.device.fused_norm import fused_norm, may_be_norm
+from hfpaged.runtime.device.fused_rotation import Angles, fused_rotation, rotates
+from hfpaged.runtime.view import EngineView
+
+Forward = Callable[..., Any]
+
+
+class Kind(NamedTuple):
+    """One kind of modules that have kernels.
+
+    Attributes:
+        is_candidate: whether a module looks like one.
+        fused: its forward in a dtype, admitted by a registry. Raises whatever is wrong with that.
+    """
+
+    name: str
+    is_candidate: Callable[[nn.Module], bool]
+    fused: Callable[[nn.Module, torch.dtype, FusionRegistry], Forward]
+
+
+class FusedForwards:
+    """Kernels in the place of the forwards of modules of one view, until this object is dropped.
+
+    Each one was admitted by its guard, and has given its module's own results on random numbers.
+
+    Attributes:
+        fused: how many modules of each kind.
+        refusals: how many others look like one, by "kind: reason".
+    """
+
+    def __init__(self, view: EngineView, dtype: torch.dtype):
+        self.fused: Counter[str] = Counter()
+        self.refusals: Counter[str] = Counter()
+        registry = FusionRegistry(FLASHINFER_FUSIONS)
+        kinds = (
+            Kind("norm", may_be_norm, fused_norm),
+            Kind("mlp", may_be_gated_mlp, fused_mlp),
+            Kind("rotation", rotates, partial(fused_rotation, angles=Angles())),
+        )
+        places = []
+        for kind in kinds:
+            for module in filter(kind.is_candidate, list(view.model.modules())):
+                try:
+                    forward = kind.fused(module, dtype, registry)
+                except (NotRecognized, FusionRefused) as refused:
+                    self.refusals[f"{kind.name}: {refused.reason}"] += 1
+                except Exception as error:  # a kernel that does not compile or run costs its speed and nothing else
+                    first_line = next(iter(str(error).splitlines()), "")
+                    self.refusals[f"{kind.name}: {type(error).__name__}: {first_line}"] += 1
+                else:
+                    self.fused[kind.name] += 1
+                    places.append((vars(module), forward))
+                    vars(module)["forward"] = forward
+        # A forward refers to its module. Taking it away ends the cycle, and leaves the view as it was.
+        weakref.finalize(self, _take_away, places).atexit = False
+
+
+def _take_away(places: Iterable[tuple[dict[str, Any], object]]) -> None:
+    for attributes, forward in places:
+        if attributes.get("forward") is forward:
+            del attributes["forward"]
