@@ -18,7 +18,9 @@ case "$mode" in
     *) echo "unknown option $mode" >&2; exit 2 ;;
 esac
 here=$PWD
+# Of the whole, in seconds. A dry run checks what the sections do, not how long they take.
 total=470
+[ "$mode" = --dry-run ] && total=3600
 mkdir -p report work
 export FLASHINFER_WORKSPACE_BASE=$here/work HF_HUB_OFFLINE=1 OMP_NUM_THREADS=4 MAX_JOBS=4 PYTHONUNBUFFERED=1
 export PYTHONPATH=$here/hfpaged:$here/hfpaged/tests:$here/flashinfer:$here/wheels
@@ -54,12 +56,12 @@ cd hfpaged || exit 2
 section environment 40 python3 -m hfpaged.cli.main env
 case "$mode" in
     --dry-run)
-        section checks 200 "${tests[@]}" tests/gpu -k "float16 or (families and llama) or (replays and sampling0) or no_step_waits"
+        section checks 900 "${tests[@]}" tests/gpu -k "float16 or (families and llama) or (replays and sampling0) or no_step_waits"
         ;;
     *) section checks 210 "${tests[@]}" "${parallel[@]}" tests/gpu ;;
 esac
 case "$mode" in
-    --dry-run) section figures 150 python3 tests/gpu/measure.py --json "$here/report/figures.json" --turns 1 --dry-run ;;
+    --dry-run) section figures 900 python3 tests/gpu/measure.py --json "$here/report/figures.json" --turns 1 --dry-run ;;
     --quick) ;;
     *) section figures 190 python3 tests/gpu/measure.py --json "$here/report/figures.json" --seconds 160 ;;
 esac

@@ -60,7 +60,7 @@ def test_what_is_packed_runs_from_start_to_figures_on_the_stand_in(tmp_path):
     done = subprocess.run(
         ["bash", str(unpacked / "run.sh"), "--dry-run"],
         env={**os.environ, "PATH": f"{with_this_python(tmp_path)}:{os.environ['PATH']}"},
-        capture_output=True, text=True, timeout=480,
+        capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split(":")[0] for line in done.stdout.splitlines()[:3]] == ["environment", "checks", "figures"]
