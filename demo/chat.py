@@ -26,30 +26,7 @@ _TITLES = {THOUGHT: "Thought", TOOL_CALL: "Calls a tool", TOOL_RESULT: "Result"}
 def build_chat(host: Host) -> None:
     """Lay out the tab and wire its events. To be called inside a `gr.Blocks`."""
     memory = gr.State([])
-    chatbot = gr.Chatbot(
-        elem_id="chat",
-        label="Conversation",
-        show_label=False,
-        height="min(58vh, 620px)",
-        layout="bubble",
-        allow_tags=False,
-        buttons=["copy"],
-        feedback_options=None,
-        placeholder=_PLACEHOLDER,
-        examples=[{"text": text} for text in STARTERS],
-    )
-    status = gr.HTML(_status_line("Everyone who has this page open shares one model, one batch and one cache."))
-    box = gr.Textbox(
-        elem_id="message",
-        show_label=False,
-        placeholder="Message",
-        lines=1,
-        max_lines=6,
-        max_length=LONGEST_MESSAGE,
-        submit_btn=True,
-        autofocus=True,
-        container=False,
-    )
+    chatbot, status, box = _build_conversation()
     system, use_tools, sliders, clear = _build_settings(host)
     reply = _make_reply(host)
 
@@ -105,6 +82,34 @@ def _make_reply(host: Host) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
         yield gr.skip(), gr.skip(), gr.skip(), _idle()
 
     return reply
+
+
+def _build_conversation() -> tuple[gr.Chatbot, gr.HTML, gr.Textbox]:
+    chatbot = gr.Chatbot(
+        elem_id="chat",
+        label="Conversation",
+        show_label=False,
+        height="min(58vh, 620px)",
+        layout="bubble",
+        allow_tags=False,
+        buttons=["copy"],
+        feedback_options=None,
+        placeholder=_PLACEHOLDER,
+        examples=[{"text": text} for text in STARTERS],
+    )
+    status = gr.HTML(_status_line("Everyone who has this page open shares one model, one batch and one cache."))
+    box = gr.Textbox(
+        elem_id="message",
+        show_label=False,
+        placeholder="Message",
+        lines=1,
+        max_lines=6,
+        max_length=LONGEST_MESSAGE,
+        submit_btn=True,
+        autofocus=True,
+        container=False,
+    )
+    return chatbot, status, box
 
 
 def _build_settings(host: Host) -> tuple[gr.Textbox, gr.Checkbox, list[gr.Component], gr.Button]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import gradio as gr
@@ -35,6 +35,26 @@ _NOTHING_YET = (
 
 def build_compare(host: Host) -> None:
     """Lay out the tab and wire its events. To be called inside a `gr.Blocks`."""
+    shared, prompts = _build_texts()
+    new_tokens, mode, go, halt = _build_controls()
+    result = gr.HTML(_NOTHING_YET, elem_id="comparison")
+
+    def stop(request: gr.Request) -> None:
+        host.visitors.stop(request.session_hash)
+
+    # One at a time: two stock runs beside each other would only measure each other.
+    go.click(
+        _make_compare(host),
+        [shared, prompts, new_tokens, mode],
+        [result, go, halt],
+        concurrency_limit=1,
+        api_visibility="private",
+        show_progress="minimal",
+    )
+    halt.click(stop, queue=False, api_visibility="private", show_progress="hidden")
+
+
+def _build_texts() -> tuple[gr.Textbox, gr.Textbox]:
     with gr.Row():
         shared = gr.Textbox(
             SHARED,
@@ -56,6 +76,10 @@ def build_compare(host: Host) -> None:
             min_width=300,
             elem_id="prompts",
         )
+    return shared, prompts
+
+
+def _build_controls() -> tuple[gr.Slider, gr.Radio, gr.Button, gr.Button]:
     with gr.Row(elem_classes="hp-compare-controls"):
         new_tokens = gr.Slider(
             8, 256, 48, step=8, label="New tokens", info="at most, for each prompt", min_width=220, elem_id="new-tokens"
@@ -66,7 +90,11 @@ def build_compare(host: Host) -> None:
         with gr.Column(min_width=140, scale=0, elem_classes="hp-actions"):
             go = gr.Button("Compare", variant="primary", size="md", elem_id="compare")
             halt = gr.Button("Stop", variant="secondary", size="md", interactive=False, elem_id="halt")
-    result = gr.HTML(_NOTHING_YET, elem_id="comparison")
+    return new_tokens, mode, go, halt
+
+
+def _make_compare(host: Host) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
+    """What runs a comparison: updates of the result and of both buttons."""
 
     async def compare(
         shared: str | None, prompts: str | None, new_tokens: int, mode: str, request: gr.Request
@@ -83,19 +111,7 @@ def build_compare(host: Host) -> None:
             raise gr.Error(str(error), print_exception=False) from error
         yield gr.skip(), *_buttons(running=False)
 
-    def stop(request: gr.Request) -> None:
-        host.visitors.stop(request.session_hash)
-
-    # One at a time: two stock runs beside each other would only measure each other.
-    go.click(
-        compare,
-        [shared, prompts, new_tokens, mode],
-        [result, go, halt],
-        concurrency_limit=1,
-        api_visibility="private",
-        show_progress="minimal",
-    )
-    halt.click(stop, queue=False, api_visibility="private", show_progress="hidden")
+    return compare
 
 
 def _buttons(running: bool) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hfpaged.cli.arguments import add_model_options, positive_int
+from hfpaged.cli.arguments import add_model_options, port, positive_int
 from hfpaged.errors import HfpagedError, MissingDependencyError
 from hfpaged.models.loading import load, set_threads
 
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_options(parser, default_dtype="float32")
     parser.add_argument("--host", default="127.0.0.1", metavar="A", help="address to serve on (default: %(default)s)")
     parser.add_argument(
-        "--port", type=positive_int, metavar="P", help="port to serve on (default: the first free one from 7860 on)"
+        "--port", type=port, metavar="P", help="port to serve on (default: the first free one from 7860 on)"
     )
     parser.add_argument(
         "--users", type=positive_int, default=32, metavar="N", help="most requests in one batch (default: %(default)s)"
@@ -85,7 +85,7 @@ def serve(args: argparse.Namespace, page: Any) -> None:
     from hfpaged.demo.page import launch
 
     try:
-        launch(page, args.host, args.port)
+        launch(page, args.host, args.port or None)
     except OSError as error:
-        port = args.port or "any port from 7860 to 7959"
-        raise HfpagedError(f"cannot serve on {args.host}, {port}: it is taken, or not to be had") from error
+        where = args.port or "any port from 7860 to 7959"
+        raise HfpagedError(f"cannot serve on {args.host}, {where}: it is taken, or not to be had") from error

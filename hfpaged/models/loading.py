@@ -53,11 +53,23 @@ def load_model(name: str | None, dtype: str) -> tuple[PreTrainedModel, str]:
 
 
 def resolve(name: str | None) -> tuple[str | Path, str]:
-    """What to give `from_pretrained`, and the name to show, for what a user names."""
+    """What to give `from_pretrained`, and the name to show, for what a user names.
+
+    Raises:
+        InputError: it can only be a path, and nothing is there.
+        ModelDownloadError: see `load`.
+    """
     if name is None:
         default = default_model()
         return default.path, default.label
+    if _is_path(name) and not Path(name).exists():
+        raise InputError(f"{name} is no directory")
     return name, Path(name).resolve().name if Path(name).is_dir() else name
+
+
+def _is_path(name: str) -> bool:
+    """Whether no hub id looks like that: they are NAME or OWNER/NAME."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
 
 
 def set_threads(threads: int | None) -> int:

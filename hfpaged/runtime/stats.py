@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from hfpaged.core.scheduler import SchedulerCounters
+from hfpaged.core.counters import SchedulerCounters
 from hfpaged.core.snapshot import BooksSnapshot
 from hfpaged.quantization.summary import quantized_modules
 from hfpaged.runtime.workspace import Workspace

@@ -9,21 +9,11 @@ import types
 
 import pytest
 import torch
-from batches import alone, left_padded, new_tokens, random_prompts
+from batches import alone, left_padded
+from engine.three_prompts import GREEDY, PROMPTS, autocast, texts
 from families import build_tiny
 
 import hfpaged
-
-PROMPTS = random_prompts((20, 5, 33), common_prefix=5)
-GREEDY = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": 12}
-
-
-def autocast():
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def texts(model):
-    return new_tokens(model.generate(**left_padded(PROMPTS), **GREEDY), PROMPTS)
 
 
 def test_autocast_is_stocks(patched):

@@ -6,20 +6,10 @@ import copy
 import threading
 
 import torch
-from batches import alone, left_padded, new_tokens, random_prompts
+from batches import alone, left_padded
 from engine.hooks import WAIT_SECONDS, after_each_step, at_rest
+from engine.three_prompts import GREEDY, PROMPTS, autocast, texts
 from transformers import LogitsProcessor
-
-PROMPTS = random_prompts((20, 5, 33), common_prefix=5)
-GREEDY = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": 12}
-
-
-def autocast():
-    return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def texts(model):
-    return new_tokens(model.generate(**left_padded(PROMPTS), **GREEDY), PROMPTS)
 
 
 def test_requests_under_autocast_never_share_a_step_with_others(patched):
