@@ -184,7 +184,7 @@ def test_a_model_that_is_not_there_is_an_error_in_one_line(tmp_path: Path) -> No
     command = [sys.executable, "-m", "hfpaged.cli.main", "serve", "no/such/model"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert done.returncode == 2
-    assert re.search("hfpaged: error: cannot load 'no/such/model'", done.stderr)
+    assert re.search("hfpaged: error: no/such/model is no directory", done.stderr)
     assert "Traceback" not in done.stderr
 
 
