@@ -42,16 +42,16 @@ def decoder_only_output(sequences: Any, scores: Any, logits: Any, cache: Any = N
 
 
 def beam_output(
-    sequences: Any, sequences_scores: Any, scores: Any, logits: Any, beam_indices: Any
+    sequences: Any, sequences_scores: Any, scores: Any, logits: Any, beam_indices: Any, cache: Any
 ) -> GenerateBeamDecoderOnlyOutput:
-    """`GenerateBeamDecoderOnlyOutput` without a cache."""
+    """`GenerateBeamDecoderOnlyOutput` with the cache under this release's name."""
     return GenerateBeamDecoderOnlyOutput(
         sequences=sequences,
         sequences_scores=sequences_scores,
         scores=scores,
         logits=logits,
         beam_indices=beam_indices,
-        **{cache_field(): None},
+        **{cache_field(): cache},
     )
 
 

@@ -45,11 +45,8 @@ def patch(model: Any, **options: Any) -> Any:
         _put_engine_under(unwrap(model), config)
     elif existing.config != config:
         raise AlreadyPatchedError("this model is patched with other options; call unpatch() first")
-    if isinstance(model, TextGenerationPipeline) and not hasattr(type(model), "_hfpaged_original_class"):
-        # Integrations stand above this module; importing them only for a pipeline keeps imports one way.
-        from hfpaged.integrations.pipeline import paged_pipeline_class
-
-        model.__class__ = paged_pipeline_class(type(model))
+    if model is not unwrap(model) and not hasattr(type(model), "_hfpaged_original_class"):
+        model.__class__ = _wrapper_class(model)
     return model
 
 
@@ -61,7 +58,7 @@ def unpatch(model: Any) -> Any:
         del target.__dict__[STATE_ATTRIBUTE]
         target.__class__ = target._hfpaged_original_class
         engine.release()
-    if isinstance(model, TextGenerationPipeline) and hasattr(type(model), "_hfpaged_original_class"):
+    if model is not unwrap(model) and hasattr(type(model), "_hfpaged_original_class"):
         model.__class__ = model._hfpaged_original_class
     return model
 
@@ -109,6 +106,20 @@ def _put_engine_under(model: Any, config: EngineConfig) -> None:
     engine = Engine(model, original_class, config)
     model.__class__ = _patched_class(original_class)
     model.__dict__[STATE_ATTRIBUTE] = engine
+
+
+def _wrapper_class(model: Any) -> type:
+    """The class for what stands around a patched model: its own, or one that makes more of the engine."""
+    # Integrations stand above this module; importing them only where they are used keeps imports one way.
+    if isinstance(model, TextGenerationPipeline):
+        from hfpaged.integrations.pipeline import paged_pipeline_class
+
+        return paged_pipeline_class(type(model))
+    if "special_peft_forward_args" in vars(model):
+        from hfpaged.integrations.peft import paged_peft_class
+
+        return paged_peft_class(type(model))
+    return type(model)
 
 
 def _engine_of(model: Any) -> Engine | None:

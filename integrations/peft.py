@@ -1,4 +1,7 @@
-"""Example: several LoRA adapters of one model, all answering in the same steps. Run as a program.
+"""`hfpaged.patch(peft_model)`: `generate(..., adapter_names=...)` from any number of threads.
+
+PEFT keeps the names of a call in hooks on the model, which do not say whose call it is. A patched PeftModel hands them
+to the engine with the call itself.
 
 `python -m hfpaged.integrations.peft [MODEL]` adds two random adapters to a model (the default one if none is named),
 sends one prompt through each of them and through the bare model at once, and shows that each text is the same alone.
@@ -7,14 +10,45 @@ sends one prompt through each of them and through the bare model at once, and sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 import hfpaged
+from hfpaged.generation.adapters import CarriedNames
 from hfpaged.integrations.example import load, parse, require
+from hfpaged.patch import is_patched
 
 BASE = "__base__"
+
+
+def paged_peft_class(original: type[torch.nn.Module]) -> type[torch.nn.Module]:
+    """A class that looks like `original`, a PeftModel's, to every check, and whose calls carry their adapter names."""
+    attributes = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "__reduce_ex__": _reduce_to_original,
+        "_hfpaged_original_class": original,
+        "generate": _generate,
+    }
+    return type(original.__name__, (original,), attributes)
+
+
+def _generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    names = kwargs.get("adapter_names")
+    if names is not None and is_patched(self):
+        names = CarriedNames(names)
+        options = {**(kwargs.get("hfpaged") or {}), "adapter": names}
+        kwargs.update(adapter_names=names, hfpaged=options)
+    return self._hfpaged_original_class.generate(self, *args, **kwargs)
+
+
+def _reduce_to_original(self: torch.nn.Module, protocol: int) -> tuple:
+    """Copies and pickles are not patched."""
+    _, (_, *arguments), *rest = object.__reduce_ex__(self, max(protocol, 2))
+    return (object.__new__, (self._hfpaged_original_class, *arguments), *rest)
 
 
 def add_random_adapters(model: PreTrainedModel, names: Sequence[str]) -> torch.nn.Module:

@@ -10,6 +10,10 @@ from hfpaged.generation.call import GenerateCall
 from hfpaged.runtime.adapters import adapter_layers, check_adapter
 
 
+class CarriedNames(list[str]):
+    """Adapter names, one a row, that a call carries itself: a hook that has them, too, concerns no other call."""
+
+
 def row_adapters(model: nn.Module, call: GenerateCall, heeds_hooks: bool) -> list[str] | None:
     """One adapter name a row; None: all rows go through those that are active.
 
@@ -26,7 +30,7 @@ def row_adapters(model: nn.Module, call: GenerateCall, heeds_hooks: bool) -> lis
             return None
     elif isinstance(names, str):
         names = [names] * call.num_rows
-    else:
+    elif not isinstance(names, CarriedNames):
         repeats = max(1, call.config.num_return_sequences or 1)
         names = [name for name in names for _ in range(repeats)]
     if len(names) != call.num_rows:
@@ -37,6 +41,10 @@ def row_adapters(model: nn.Module, call: GenerateCall, heeds_hooks: bool) -> lis
 
 
 def hooked_names(model: nn.Module) -> list[str] | None:
-    """The `adapter_names` of the `PeftModel.generate` that is going on, which PEFT keeps in hooks on the layers."""
+    """The `adapter_names` of a `PeftModel.generate` that is going on, which PEFT keeps in hooks on the layers.
+
+    Whose thread it is on does not show. Only if the PeftModel itself was patched do its calls carry their names.
+    """
     hooks = (hook for layer in adapter_layers(model) for hook in layer._forward_pre_hooks.values())
-    return next((names for names in map(hooked_adapter_names, hooks) if names is not None), None)
+    found = (names for names in map(hooked_adapter_names, hooks) if names is not None)
+    return next((names for names in found if not isinstance(names, CarriedNames)), None)

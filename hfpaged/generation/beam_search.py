@@ -17,6 +17,7 @@ from hfpaged.compat import beam_output
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.outputs import beam_fill_token, num_end_tokens
 from hfpaged.generation.paged_model import PagedCache, PagedModel
+from hfpaged.generation.returned_cache import returned_cache
 
 # Score of what no beam can be yet.
 IMPOSSIBLE = -1e9
@@ -210,4 +211,6 @@ class BeamSearch:
         if not config.return_dict_in_generate:
             return sequences
         best_scores = self._finished.scores[:, best].flatten() if config.output_scores else None
-        return beam_output(sequences, best_scores, self._scores, self._logits, origins[:, :new_tokens])
+        running = self._running.sequences[..., : self._length].flatten(0, 1)
+        cache = returned_cache(self._model, running, self._call.attention_mask)
+        return beam_output(sequences, best_scores, self._scores, self._logits, origins[:, :new_tokens], cache)

@@ -22,6 +22,7 @@ from transformers import (
 
 from hfpaged.compat import cache_field
 from hfpaged.errors import NotPatchedError, UnsupportedOptionError
+from hfpaged.generation.adapters import CarriedNames
 from hfpaged.generation.beam_search import BeamSearch
 from hfpaged.generation.call import GenerateCall, PreparedCriteria, PreparedProcessors, RequestOptions
 from hfpaged.generation.engine import Engine
@@ -29,6 +30,7 @@ from hfpaged.generation.lockstep import LockstepLoop
 from hfpaged.generation.outputs import generate_output
 from hfpaged.generation.paged_model import PagedModel
 from hfpaged.generation.readers import release_reader
+from hfpaged.generation.returned_cache import returned_cache
 from hfpaged.generation.routing import beam_reason, loop_reason, stock_reason
 from hfpaged.generation.rows import row_processors, row_specs
 from hfpaged.generation.speculation import speculation_options
@@ -180,7 +182,7 @@ def _run_assisted_loop(model: PreTrainedModel, engine: Engine, call: GenerateCal
         arguments = {**arguments, cache_field(): paged.paged_cache}
         output = GenerationMixin._assisted_decoding(paged, call.input_ids, **arguments)
     if call.config.return_dict_in_generate:
-        output[cache_field()] = None
+        output[cache_field()] = returned_cache(model, output.sequences, call.attention_mask)
     return output
 
 
@@ -193,6 +195,8 @@ def _leave_to_stock(engine: Engine | None, call: GenerateCall, reason: str) -> N
             "patch with on_unsupported='stock' to let Transformers run it"
         )
     ignored = [name for name in ("seed", "adapter") if getattr(call.options, name) is not None]
+    if isinstance(call.options.adapter, CarriedNames):
+        ignored.remove("adapter")  # PEFT's hooks see to it
     if ignored:
         raise UnsupportedOptionError(
             f"hfpaged={{{ignored[0]!r}: ...}} means nothing to Transformers' own code, "

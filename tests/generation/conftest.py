@@ -35,6 +35,15 @@ def pair() -> Iterator[Pair]:
     paged.unpatch()
 
 
+@pytest.fixture(scope="module", params=["llama", "qwen2", "gemma2", "mistral"])
+def family(request) -> Iterator[Pair]:
+    """A pair of each of the families whose generation Transformers tests most."""
+    stock = build_tiny(request.param)
+    paged = copy.deepcopy(stock).patch()
+    yield Pair(stock, paged)
+    paged.unpatch()
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     """Every token of the tiny vocabulary but the special ones is one character."""

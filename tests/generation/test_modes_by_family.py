@@ -8,18 +8,13 @@ import pytest
 import torch
 from batches import alone, left_padded, new_tokens
 from families import EOS, PAD, build_tiny
-from generation.conftest import Pair
-from transformers import DynamicCache, StaticCache
+from generation.by_family import NEW, OPTIONS, PROMPTS, both, fallbacks_of
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 import hfpaged
 from hfpaged.compat import cache_field
 
-FAMILIES = ("llama", "qwen2", "gemma2", "mistral")
-PROMPTS = [[5, 6, 7, 8, 9, 5, 6, 7, 8], [20, 21, 22], [40 + index % 7 for index in range(19)]]
-NEW = 12
-OPTIONS = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "pad_token_id": PAD}
 FLAGS = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-
 MODES = {
     "greedy": {},
     "sample": {"do_sample": True, "top_k": 1},
@@ -32,31 +27,6 @@ MODES = {
 }
 # Stock looks up for one row only, and penalizes the padding of a batch in some releases.
 ONE_ROW_IN_STOCK = ("prompt lookup", "penalties")
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(request) -> Pair:
-    stock = build_tiny(request.param)
-    paged = copy.deepcopy(stock).patch()
-    yield Pair(stock, paged)
-    paged.unpatch()
-
-
-def both(pair: Pair, prompts=PROMPTS, **options):
-    """Outputs of stock and of patched for the same call and seed."""
-    outputs = []
-    for model in pair:
-        torch.manual_seed(3)
-        outputs.append(model.generate(**left_padded(prompts), **{**OPTIONS, **options}))
-    return outputs
-
-
-def fallbacks_of(model, call) -> dict[str, int]:
-    """Which fallbacks `call` counted."""
-    before = dict(hfpaged.engine(model).stats()["fallbacks"])
-    call()
-    after = hfpaged.engine(model).stats()["fallbacks"]
-    return {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -79,10 +49,23 @@ def test_mode_with_all_outputs(family, mode):
     torch.testing.assert_close(*transitions, atol=1e-4, rtol=1e-4)
 
 
-def test_assistant(family):
-    assistant = build_tiny(family.stock.config.model_type, seed=1)
-    expected, got = both(family, PROMPTS[2:], assistant_model=assistant)
+@pytest.mark.parametrize("seed", [0, 1], ids=["the same weights", "other weights"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sample"])
+def test_assistant(family, options, seed):
+    assistant = build_tiny(family.stock.config.model_type, seed=seed)
+    expected, got = both(family, PROMPTS[2:], assistant_model=assistant, **options)
     assert torch.equal(got, expected)
+
+
+def test_guesses_stop_at_an_end_token(family):
+    """The prompt repeats itself, so that whole guesses stand, one of them across the end."""
+    text = alone(family.stock, PROMPTS[0], **OPTIONS)
+    end = {"min_new_tokens": 0, "eos_token_id": text[4]}
+    prompts = [PROMPTS[0] + text + PROMPTS[0]]
+    for guess in ({"prompt_lookup_num_tokens": 6}, {"assistant_model": build_tiny(family.stock.config.model_type)}):
+        expected, got = both(family, prompts, **end, **guess)
+        assert torch.equal(got, expected)
+        assert got[0, -1] == text[4] or got.shape[1] == len(prompts[0]) + NEW
 
 
 def test_modes_run_on_the_engine(family):
@@ -123,15 +106,17 @@ def test_cache_types_are_honoured(family, kind):
     assert counted == ({} if kind == "dynamic" else {reason: 1})
 
 
-@pytest.mark.parametrize("kind", ["magic", "quantized"])
-def test_a_cache_that_cannot_be_made_gets_stocks_error(family, kind):
-    """The quantized one wants a package or a backend that the tests do not bring."""
-    errors = []
-    for model in family:
-        with pytest.raises((ValueError, ImportError, TypeError)) as raised:
-            model.generate(**left_padded(PROMPTS), **OPTIONS, cache_implementation=kind)
-        errors.append((raised.type, str(raised.value)))
-    assert errors[0] == errors[1]
+@pytest.mark.parametrize("kind", ["magic", "quantized", "offloaded"])
+def test_a_cache_that_cannot_be_made_here_gets_stocks_error(family, kind):
+    """The quantized one wants a package, and the offloaded one a device, that a machine may or may not have."""
+
+    def outcome(model):
+        try:
+            return model.generate(**left_padded(PROMPTS), **OPTIONS, cache_implementation=kind).tolist()
+        except (ValueError, ImportError, TypeError, AssertionError) as error:
+            return type(error), str(error)
+
+    assert outcome(family.paged) == outcome(family.stock)
 
 
 def test_without_a_cache(family):
@@ -167,14 +152,6 @@ def test_goes_on_from_its_own_text(family):
     assert first + alone(family.paged, PROMPTS[2] + first, **half) == whole
 
 
-def test_embeddings_instead_of_ids(family):
-    texts = []
-    for model in family:
-        embeds = model.get_input_embeddings()(torch.tensor([PROMPTS[2]]))
-        texts.append(model.generate(inputs_embeds=embeds, **OPTIONS))
-    assert torch.equal(*texts)
-
-
 def test_an_end_token_pads_the_rest_of_the_batch(family):
     """Rows end at different steps."""
     text = alone(family.stock, PROMPTS[0], **OPTIONS)
@@ -182,9 +159,10 @@ def test_an_end_token_pads_the_rest_of_the_batch(family):
     assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 2}], ids=str)
-def test_bfloat16_gives_tokens_of_its_dtype_alone_and_in_a_batch(family, options):
-    model = copy.deepcopy(family.stock).to(torch.bfloat16).patch()
+def test_16_bit_gives_tokens_of_its_dtype_alone_and_in_a_batch(family, options, dtype):
+    model = copy.deepcopy(family.stock).to(dtype).patch()
     together = model.generate(**left_padded(PROMPTS), **OPTIONS, **options)
     assert new_tokens(together, PROMPTS) == [alone(model, prompt, **OPTIONS, **options) for prompt in PROMPTS]
     assert hfpaged.engine(model).stats()["fallbacks"] == {}
@@ -196,3 +174,33 @@ def test_a_compiled_model_gives_the_same_text(family):
     got = model.generate(**left_padded(PROMPTS), **OPTIONS)
     assert torch.equal(got, family.stock.generate(**left_padded(PROMPTS), **OPTIONS))
     hfpaged.unpatch(model)
+
+
+@pytest.fixture
+def nothing_compiled():
+    """Dynamo counts recompilations over all models that it has seen."""
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_compiled_forward_without_graph_breaks_is_stocks(family, nothing_compiled):
+    """Whoever compiles the forward of a patched model gets what it computes by itself."""
+    ids = torch.tensor([PROMPTS[2]])
+    compiled = torch.compile(family.paged.forward, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids).logits, family.stock(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {**FLAGS, "output_hidden_states": True, "output_attentions": True}], ids=len)
+def test_stocks_own_compilation_of_the_decoding_loop(family, options, nothing_compiled):
+    compilation = CompileConfig(backend="eager", fullgraph=True)
+    compilation._compile_all_devices = True
+    static = {"cache_implementation": "static", "compile_config": compilation, **options}
+    expected, got = both(family, PROMPTS[2:], **options)[0], both(family, PROMPTS[2:], **static)[1]
+    if not options:
+        assert torch.equal(got, expected)
+        return
+    assert torch.equal(got.sequences, expected.sequences)
+    for ours, stocks in zip(got.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, stocks, atol=1e-4, rtol=1e-4)
+    assert len(got.hidden_states) == len(got.attentions) == NEW

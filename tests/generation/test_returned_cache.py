@@ -77,6 +77,29 @@ def test_code_that_reads_keys_and_values_gets_them(models):
     torch.testing.assert_close(logits[1], logits[0], atol=1e-3, rtol=1e-3)
 
 
+def never(input_ids, scores, **kwargs):
+    return False
+
+
+LOOPS = {
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "beams that end": {"num_beams": 3, "eos_token_id": list(range(40, 90))},
+    "assisted, with user code": {"prompt_lookup_num_tokens": 3, "stopping_criteria": [never]},
+}
+
+
+@pytest.mark.parametrize("options", LOOPS.values(), ids=LOOPS)
+def test_after_beams_and_assisted_decoding_it_has_stocks_keys_and_values(models, options):
+    """One row for each beam that was still running."""
+    call = {**left_padded(PROMPTS[:1]), **OPTIONS, **options, "return_dict_in_generate": True}
+    expected, got = (model.generate(**call)[cache_field()] for model in models)
+    assert got.get_seq_length() == expected.get_seq_length()
+    for ours, stocks in zip(got.layers, expected.layers, strict=True):
+        torch.testing.assert_close(ours.keys, stocks.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.values, stocks.values, atol=1e-4, rtol=1e-4)
+    assert hfpaged.engine(models[1]).stats()["fallbacks"] == {}
+
+
 def test_it_outlives_the_patch(models):
     stock, patched = models
     expected = second_turn(stock, first_turn(stock))

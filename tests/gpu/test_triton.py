@@ -1,4 +1,4 @@
-"""The Triton kernels on the card. Without one they are tested in Triton's interpreter (tests/triton)."""
+"""The Triton kernels on the card. Without one they are tested in Triton's interpreter (tests/triton_backend)."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -74,6 +75,35 @@ def test_threads_with_an_adapter_each_share_steps(adapted):
     with ThreadPoolExecutor(6) as pool:
         assert list(pool.map(run, jobs)) == want
     engine.check()
+
+
+def test_calls_with_adapter_names_from_threads_mix_up_nothing(adapted):
+    """Beside them one that names none, and gets what is active; PEFT has everybody's names on the same layers."""
+    jobs = [NAMES[turn:] + NAMES[:turn] for turn in range(3)] + [None]
+    want = [
+        [alone_with(adapted, prompt, name) for prompt, name in zip(PROMPTS, names or ["red"] * 3, strict=True)]
+        for names in jobs
+    ]
+
+    def run(names):
+        named = {} if names is None else {"adapter_names": names}
+        return new_tokens(adapted.generate(**left_padded(PROMPTS), **named, **OPTIONS), PROMPTS)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(run, jobs * 5)) == want * 5
+    hfpaged.engine(adapted).check()
+    assert stats(adapted)["fallbacks"] == {}
+
+
+def test_the_class_of_a_peft_model_comes_back(model):
+    adapted = with_adapters(model, "red", "blue")
+    original = type(adapted)
+    hfpaged.patch(adapted)
+    assert type(adapted).__name__ == original.__name__ and isinstance(adapted, original)
+    assert type(pickle.loads(pickle.dumps(adapted))) is original
+    assert type(copy.deepcopy(adapted)) is original
+    hfpaged.unpatch(adapted)
+    assert type(adapted) is original
 
 
 def test_a_list_names_one_for_each_prompt(adapted):
