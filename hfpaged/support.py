@@ -61,12 +61,17 @@ def _architecture(model: PreTrainedModel) -> Iterator[str]:
 def _instance(model: PreTrainedModel) -> Iterator[str]:
     for name, module in model.named_modules():
         replaced = [method for method in ("forward", "generate") if has_own(module, method)]
-        if replaced:
+        if replaced and not hasattr(module, "_hf_hook"):
             yield f"{replaced[0]} of {name or 'the model'} was replaced on the instance"
             break
 
 
 def _placement(model: PreTrainedModel) -> Iterator[str]:
+    hooked = next((name for name, module in model.named_modules() if hasattr(module, "_hf_hook")), None)
+    if hooked is not None:
+        places = sorted({str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()})
+        over = f", which is spread over {' and '.join(places)}" if len(places) > 1 else ""
+        yield f"Accelerate's hooks are on {hooked or 'the model'}{over}"
     devices = {tensor.device for tensor in model.parameters()}
     if torch.device("meta") in devices:
         yield "some of its weights are on the meta device (offloaded, or not loaded)"

@@ -78,6 +78,26 @@ def test_random_weights_in_real_shapes(gpu, shape, layers):
     model = random_model(shape, gpu, torch.bfloat16, layers)
     counted = compare_with_stock(model, random_prompts((5, 64, 200, 513)), 32)
     assert counted["captured_steps"] > 0, counted["capture_problem"]
+    assert (counted["capture_breaks"], counted["tier_refusals"]) == ({}, {})
+
+
+def test_all_sizes_are_captured_ahead(device):
+    model = random_model("tiny", device, torch.bfloat16)
+    with hfpaged.patched(model, num_blocks=512, max_requests=8):
+        assert hfpaged.engine(model).warm_up() == 4
+        assert hfpaged.engine(model).stats()["capture_problem"] is None
+
+
+def test_steps_that_verify_guesses_are_captured(device):
+    model = random_model("tiny", device, torch.bfloat16)
+    prompt = (random_prompts((6,))[0] * 8)[:40]
+    want = texts(model, [prompt], 24)[0]
+    with hfpaged.patched(model, num_blocks=512):
+        got = texts(model, [prompt], 24, prompt_lookup_num_tokens=3)[0]
+        counted = hfpaged.engine(model).stats()
+    assert_close_text(model, prompt, got, want)
+    assert counted["captured_steps"] > 0, counted["capture_problem"]
+    assert counted["draft_tokens"] > 0
 
 
 @pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 1.2, "top_k": 50, "top_p": 0.9}])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from accelerate import cpu_offload, init_empty_weights
+from accelerate import cpu_offload, dispatch_model, init_empty_weights
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from families import build_tiny
 from oracle import greedy
@@ -60,12 +60,29 @@ def test_weights_on_the_meta_device(model):
 def test_offloaded_weights(model):
     want = greedy(model)
     cpu_offload(model, execution_device="cpu")
-    assert_refused(model, "forward of the model was replaced")
+    assert_refused(model, "Accelerate's hooks are on the model")
     assert greedy(model) == want
+
+
+def test_a_device_map_over_several_places(model, tmp_path):
+    want = greedy(model)
+    places = {name: "cpu" for name in ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head")}
+    layers = {f"model.layers.{index}": "disk" if index else "cpu" for index in range(len(model.model.layers))}
+    dispatch_model(model, {**places, **layers}, offload_dir=tmp_path)
+    assert_refused(model, "which is spread over cpu and disk")
+    assert greedy(model) == want
+
+
+def test_a_device_map_of_one_device_is_no_reason(model):
+    dispatch_model(model, {"": "cpu"})
+    assert hfpaged.support(model) == []
 
 
 def test_forward_replaced_on_a_submodule(model):
     add_hook_to_module(model.model.layers[1].mlp, ModelHook())
+    assert_refused(model, "Accelerate's hooks are on model.layers.1.mlp")
+    remove_hook_from_module(model.model.layers[1].mlp)
+    model.model.layers[1].mlp.forward = lambda x: x
     assert_refused(model, "forward of model.layers.1.mlp was replaced")
 
 
