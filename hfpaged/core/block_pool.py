@@ -100,6 +100,9 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """No block can be found by its hash any more."""
+        for block in self._hash_of:
+            if block in self._free:
+                self._free.move_to_end(block, last=False)
         self._hash_of.clear()
         self._block_of.clear()
 

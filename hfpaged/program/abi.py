@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 import torch
@@ -198,6 +198,7 @@ class Step(ctypes.Structure):
         *((name, c_void_p) for name in ("sample_rows", "argmax", "logits")),
         *((name, c_int32) for name in ("num_blocks", "first_op", "end_op", "threads")),
         ("op_seconds", c_void_p),
+        ("cpu_seconds", c_double),
     ]
 
 

@@ -164,7 +164,7 @@ class StepProgram:
         step.threads = self._threads.choose(estimate)
         start = time.perf_counter()
         self._native.run(step, ops)
-        self._threads.record(estimate, time.perf_counter() - start)
+        self._threads.record(estimate, time.perf_counter() - start, step.cpu_seconds)
 
     def _seconds(self, tokens: int) -> float:
         """Rough time of a step of `tokens` tokens on one thread."""

@@ -2,7 +2,8 @@
 
 Threads in lock step are only as fast as the slowest core. Where another process takes half of one core, all wait for
 it, and fewer threads are faster; this cannot be known beforehand, so it is tried: now and then one step runs on another
-number of threads, and the faster number stays.
+number of threads, and the faster number stays. While the present threads are given all the time that they can use,
+fewer would not be faster and are not tried: with two of them a trial costs the time of a whole step.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _GAIN = 0.93  # another number of threads takes over below this fraction of the 
 _FIRST_INTERVAL, _LAST_INTERVAL = 8, 128  # steps between two trials: doubled when a trial changed nothing
 _MOST_TRIED = 4.0  # the steps between trials grow with what a trial costs, up to this many steps' time
 _SURPRISE = 1.5  # times recently this much longer than usual ask for a trial soon
+_UNDISTURBED = 0.85  # of the time that threads take, they had the CPU
 _CONFIRMATIONS = 2  # steps in which another number of threads has to prove faster
 
 
@@ -78,6 +80,7 @@ class _SizeClass:
         self.threads = limit
         self._limit = limit
         self._usual = self._recent = 0.0
+        self._had_cpu = 0.0  # recent part of their time that the threads had the CPU; 0: not known
         self._steps = 0  # that these two are means of, the last ones mostly
         self._interval = _FIRST_INTERVAL
         self._steps_to_trial = 3
@@ -87,18 +90,21 @@ class _SizeClass:
     @property
     def in_trial(self) -> bool:
         """Whether the next step is to run on `trial()` threads."""
-        return self._steps_to_trial <= 0 and self._limit > 1
+        return self._steps_to_trial <= 0 and self.trial() != self.threads
 
     def trial(self) -> int:
-        """Half as many threads again, or a third fewer; the other direction next time."""
+        """Half as many threads again, or a third fewer; the other direction next time. `threads`: no trial is due."""
         now = self.threads
         up, down = min(self._limit, now + max(1, now // 2)), max(1, now - max(1, now // 3))
+        if self._had_cpu > _UNDISTURBED:
+            down = now
         return (up if self._upward else down) if up > now > down else up if up > now else down
 
-    def record(self, time: float) -> None:
-        """A step on `threads` threads took this time."""
+    def record(self, time: float, had_cpu: float) -> None:
+        """A step on `threads` threads took this time, and they had the CPU for that part of it."""
         self._steps_to_trial -= 1
         self._steps += 1
+        self._had_cpu += max(_RECENT, 1 / self._steps) * (had_cpu - self._had_cpu)
         self._usual += max(_USUAL, 1 / self._steps) * (time - self._usual)
         self._recent += max(_RECENT, 1 / self._steps) * (time - self._recent)
         # More threads than free cores: the ones that wait for a core hold up all. One thread cannot do with fewer.
@@ -148,13 +154,19 @@ class ThreadPolicy:
         size_class = self._class_of(estimate)
         return size_class.trial() if size_class.in_trial else size_class.threads
 
-    def record(self, estimate: float, seconds: float) -> None:
-        """A step of that estimate took `seconds` on the threads that `choose` said."""
+    def record(self, estimate: float, seconds: float, cpu_seconds: float = 0.0) -> None:
+        """A step of that estimate took `seconds` on the threads that `choose` said.
+
+        Args:
+            cpu_seconds: CPU time of all of them; 0 where that is not known.
+        """
         if not self._min_thread_seconds:
             return
         size_class = self._class_of(estimate)
-        record = size_class.record_trial if size_class.in_trial else size_class.record
-        record(seconds / estimate)
+        if size_class.in_trial:
+            size_class.record_trial(seconds / estimate)
+        else:
+            size_class.record(seconds / estimate, cpu_seconds / (seconds * size_class.threads))
 
     def _class_of(self, estimate: float) -> _SizeClass:
         # A factor of four: single decodes, small batches, large batches and prompt chunks are apart.

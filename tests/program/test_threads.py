@@ -13,12 +13,23 @@ from hfpaged.program.threads import MIN_THREAD_SECONDS, ThreadPolicy, usable_cpu
 STEP = 10e-3  # seconds of the simulated step on one thread of an idle machine
 
 
-def simulate(policy: ThreadPolicy, machine: Callable[[int], float], steps: int, estimate: float = STEP) -> list[int]:
-    """Run steps on a machine that takes `machine(threads)` seconds for each. Returns the threads they used."""
+def simulate(
+    policy: ThreadPolicy,
+    machine: Callable[[int], float],
+    steps: int,
+    estimate: float = STEP,
+    had_cpu: float = 0.0,
+) -> list[int]:
+    """Run steps on a machine that takes `machine(threads)` seconds for each. Returns the threads they used.
+
+    Args:
+        had_cpu: the part of their time that all threads had the CPU; 0: nobody knows.
+    """
     used = []
     for _ in range(steps):
         used.append(policy.choose(estimate))
-        policy.record(estimate, machine(used[-1]))
+        seconds = machine(used[-1])
+        policy.record(estimate, seconds, had_cpu * used[-1] * seconds)
     return used
 
 
@@ -39,6 +50,17 @@ def test_an_idle_machine_keeps_all_threads_and_seldom_tries_fewer():
     used = simulate(ThreadPolicy(2), idle, 1000)
     assert used.count(1) <= 15
     assert used[-1] == 2
+
+
+@pytest.mark.parametrize("limit", [2, 8])
+def test_threads_that_have_the_cpu_all_the_time_are_not_tried_for_being_too_many(limit):
+    assert set(simulate(ThreadPolicy(limit), idle, 500, had_cpu=0.95)) == {limit}
+
+
+def test_threads_that_lose_the_cpu_become_fewer():
+    policy = ThreadPolicy(2)
+    simulate(policy, idle, 100, had_cpu=0.95)
+    assert simulate(policy, one_core_taken, 60, had_cpu=0.5)[-30:].count(1) >= 25
 
 
 def test_a_busy_core_makes_it_drop_to_one_thread_within_a_few_steps():

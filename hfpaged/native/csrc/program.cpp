@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <ctime>
 #include <memory>
 #include <new>
 #include <vector>
@@ -58,7 +59,7 @@ struct Program {
   bool reserve(const Step& step);
   HfpProgramStatus check(const Step& step) const;
   int plan_attention(const Step& step);
-  void run(const Step& step);
+  void run(Step& step);
 };
 
 int64_t stride_of(int64_t width, int64_t element_bytes) {
@@ -192,22 +193,34 @@ void merge_argmax(const Run& run, int threads) {
   }
 }
 
-void Program::run(const Step& step) {
+double thread_cpu_seconds() {
+  timespec now;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
+}
+
+void Program::run(Step& step) {
   auto run_share = HFP_PICK_VARIANT(run_share);
   Barrier barrier = {};
+  double cpu_seconds = 0;
   Run run = {&step,    ops.data(),       buffers.data(), tables.data(),     type,
              &barrier, attention.data(), routing,        best_logit.data(), best_index.data()};
 #if defined(_OPENMP)
-#pragma omp parallel num_threads(step.threads)
+#pragma omp parallel num_threads(step.threads) reduction(+ : cpu_seconds)
   {
+    double before = thread_cpu_seconds();
 #pragma omp single
     barrier.threads = omp_get_num_threads();  // the runtime may grant fewer than were asked for
     run_share(run, Share{omp_get_thread_num(), barrier.threads});
+    cpu_seconds = thread_cpu_seconds() - before;
   }
 #else
   barrier.threads = 1;
+  cpu_seconds = -thread_cpu_seconds();
   run_share(run, Share{0, 1});
+  cpu_seconds += thread_cpu_seconds();
 #endif
+  step.cpu_seconds = cpu_seconds;
   bool has_head = step.end_op > 0 && ops[step.end_op - 1].kind == OpKind::kHead;
   if (has_head) merge_argmax(run, barrier.threads);
 }
@@ -296,7 +309,7 @@ HFP_API void hfp_program_set_table(Program* program, int32_t index, const float*
 }
 
 // Runs operations [first_op, end_op). Returns an HfpProgramStatus; on anything but OK nothing was computed.
-HFP_API int32_t hfp_program_run(Program* program, const hfp::Step* step) {
+HFP_API int32_t hfp_program_run(Program* program, hfp::Step* step) {
   HfpProgramStatus status = program->check(*step);
   if (status != HFP_PROGRAM_OK) return status;
   try {

@@ -194,6 +194,7 @@ struct Step {
   int32_t first_op, end_op;
   int32_t threads;
   double* op_seconds;  // [operations], to which the time of each is added; or null
+  double cpu_seconds;  // out: CPU time of all threads; what they slept, or had no core, is not in it
 };
 
 struct Op {
