@@ -332,6 +332,17 @@ def test_reset_keeps_old_content_out_of_the_cache():
     assert books.pool.num_cached == 0
 
 
+def test_blocks_of_a_forgotten_cache_are_used_again_before_those_that_nobody_used_yet():
+    books = make_books(num_blocks=32, block_size=4)
+    for request_id in (1, 2):
+        books.add(make_request(request_id, range(20), max_tokens=22))
+        plan = books.plan()
+        assert max(plan.entries[0].full_table) < books.blocks_needed(22)
+        books.commit(plan, sample_of(books, plan))
+        run_to_end(books)
+        books.reset_prefix_cache()
+
+
 def test_a_step_does_not_cost_more_with_more_requests_waiting():
     books = make_books(num_blocks=20_000, block_size=16, max_batch_tokens=512, max_requests=256)
     for request_id in range(2256):

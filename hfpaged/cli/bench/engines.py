@@ -50,6 +50,10 @@ class Engine(ABC):
     def __exit__(self, *_: object) -> None:
         return None
 
+    def warm_up(self, work: Sequence[BenchRequest]) -> None:
+        """What comes before a timed run of `work`: whatever is slow once only."""
+        self.run(WARM_UP)
+
     @abstractmethod
     def run(self, work: Sequence[BenchRequest]) -> list[int]:
         """Run all requests; returns the number of tokens generated for each, in their order."""
@@ -70,6 +74,11 @@ class Hfpaged(Engine):
 
     def __exit__(self, *_: object) -> None:
         hfpaged.unpatch(self.model)
+
+    def warm_up(self, work: Sequence[BenchRequest]) -> None:
+        """All of it once, then its prefixes are forgotten: what is timed does not wait for untouched memory."""
+        self.run(work)
+        hfpaged.engine(self.model).reset_prefix_cache()
 
     def run(self, work: Sequence[BenchRequest]) -> list[int]:
         engine = hfpaged.engine(self.model)

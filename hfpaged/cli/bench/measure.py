@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hfpaged.cli.bench.cpu_meter import CpuMeter, is_disturbed
-from hfpaged.cli.bench.engines import WARM_UP, Engine, EngineFailure
+from hfpaged.cli.bench.engines import Engine, EngineFailure
 from hfpaged.cli.bench.latency import Latency
 from hfpaged.cli.bench.workload import BenchRequest
 
@@ -45,7 +45,7 @@ def measure(
     for turn in range(repeat):
         for engine, measurement in zip(engines, measurements, strict=True):
             with engine:
-                engine.run(WARM_UP)
+                engine.warm_up(work)
                 meter = CpuMeter()
                 start = time.perf_counter()
                 lengths = engine.run(work)
