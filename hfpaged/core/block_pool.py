@@ -13,7 +13,9 @@ class BlockPool:
 
     Free blocks are kept in one order of reuse. A block that is freed without being cached, or whose content is
     forgotten, goes to the front, so that memory already touched is used again first; a cached one goes to the back,
-    which makes eviction least recently used. Planning never changes the pool: it works on a `PoolDraft`, and `apply` makes a draft real.
+    which makes eviction least recently used.
+
+    Planning never changes the pool: it works on a `PoolDraft`, and `apply` makes a draft real.
     """
 
     def __init__(self, num_blocks: int, block_size: int):

@@ -1,8 +1,8 @@
 """Time the engine beside Transformers' own ways to generate, in one process on one loaded model.
 
 The engines take turns (A B C, A B C, ...) and the table shows medians. Every request is greedy and ignores
-end-of-sequence, so all engines generate the same number of tokens, which is checked. Each turn starts with an empty
-prefix cache.
+end-of-sequence, so all engines generate the same number of tokens, which is checked. Each turn starts warm and with
+an empty prefix cache.
 
 kinds of workload:
   mixed   prompts of 16 to 256 words, 8 to 128 new tokens
