@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -45,11 +45,12 @@ def model_reason(model: PreTrainedModel, length: int) -> str | None:
         return "prepare_inputs_for_generation replaced"
     if rope_reach(model) is not None and length > rope_reach(model):
         return "rope changes with length"
-    if any(has_own(module, "forward") for module in walk_modules(model)):
+    modules = walk_modules(model)
+    if any(has_own(module, "forward") for module in modules):
         return "forward replaced"
-    if _has_dropout(model):
+    if model.training and _has_dropout(model, modules):
         return "dropout in train mode"
-    if _has_user_hooks(model):
+    if _has_user_hooks(modules):
         return "user hooks"
     return None
 
@@ -141,28 +142,20 @@ def rope_reach(model: PreTrainedModel) -> int | None:
     return min(reaches, default=None)
 
 
-def _has_dropout(model: PreTrainedModel) -> bool:
-    if not model.training:
-        return False
+def _has_dropout(model: PreTrainedModel, modules: Iterable[nn.Module]) -> bool:
     in_config = any(
         "dropout" in name and isinstance(value, float) and value > 0 for name, value in vars(model.config).items()
     )
-    return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return in_config or any(isinstance(module, nn.Dropout) and module.p > 0 for module in modules)
 
 
-def _has_user_hooks(model: PreTrainedModel) -> bool:
+def _has_user_hooks(modules: Iterable[nn.Module]) -> bool:
     """Hooks expect their own call's [B, L, H]; a packed step would show them other people's rows."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return True
     return any(
         not is_capture_hook(hook) and hooked_adapter_names(hook) is None
-        for module in model.modules()
-        for hook in _hooks(module)
+        for module in modules
+        if module._forward_hooks or module._forward_pre_hooks
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
-
-
-def _hooks(module: nn.Module) -> Iterator[object]:
-    if module._forward_hooks:
-        yield from module._forward_hooks.values()
-    if module._forward_pre_hooks:
-        yield from module._forward_pre_hooks.values()

@@ -13,29 +13,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from hfpaged.core.plan import Plan
-from hfpaged.core.request import Request
-from hfpaged.runtime.handle import GenerationHandle
-from hfpaged.runtime.request_spec import RequestSpec
+from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.tiers import StepOutput
-from hfpaged.sampling.device_draw import DrawSettings
 from hfpaged.sampling.logprobs import TokenLogprob, token_logprobs
 from hfpaged.sampling.sampler import Drawn, Sampler, SampleRow
-
-
-@dataclass
-class LiveRequest:
-    """A request that has not ended, with its caller's handle.
-
-    Attributes:
-        row: how its next token is drawn.
-        draw: how a device can draw its tokens; None: only the host can.
-    """
-
-    spec: RequestSpec
-    handle: GenerationHandle
-    request: Request
-    row: SampleRow
-    draw: DrawSettings | None = None
 
 
 @dataclass

@@ -46,7 +46,9 @@ class GenerationHandle:
         self.started_at: float | None = None
         self._error: BaseException | None = None
         self._on_cancel = on_cancel
-        self._changed = threading.Condition()
+        # Two conditions of one lock, so that whoever waits for the end is not woken by every token.
+        lock = threading.RLock()
+        self._changed, self._ended = threading.Condition(lock), threading.Condition(lock)
         self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
         self._next_logits: torch.Tensor | None = None
         self._is_abandoned = False
@@ -72,7 +74,7 @@ class GenerationHandle:
             EngineDeadError: the process is exiting, so it will not end.
             Exception: whatever ended it in error.
         """
-        if not self._wait_for(lambda: self.done, timeout):
+        if not self._wait_for(self._ended, lambda: self.done, timeout):
             raise TimeoutError(f"the request has not finished within {timeout} s")
         self._raise_if_failed()
         return list(self.tokens)
@@ -94,7 +96,7 @@ class GenerationHandle:
         Raises:
             RequestCancelled, Exception: as `result()`, after the last token.
         """
-        self._wait_for(lambda: self.done or len(self.tokens) > index)
+        self._wait_for(self._changed, lambda: self.done or len(self.tokens) > index)
         if len(self.tokens) > index:
             return self.tokens[index]
         self._raise_if_failed()
@@ -122,7 +124,7 @@ class GenerationHandle:
         Raises:
             Exception: whatever ended the request in error.
         """
-        self._wait_for(lambda: self.done or self._next_logits is not None)
+        self._wait_for(self._changed, lambda: self.done or self._next_logits is not None)
         logits = self.poll_logits()
         if logits is None:
             self._raise_if_failed()
@@ -183,6 +185,7 @@ class GenerationHandle:
         with self._changed:
             if not self.done:
                 self._error, self.finish_reason = error, reason
+                self._ended.notify_all()
                 self._notify()
 
     def abandon(self) -> None:
@@ -209,12 +212,14 @@ class GenerationHandle:
             self._async_waiters.append((loop, future))
         await future
 
-    def _wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `condition()` holds. Returns whether it does, after `timeout` seconds at the latest."""
-        with self._changed:
-            if not condition():
+    def _wait_for(
+        self, news: threading.Condition, predicate: Callable[[], bool], timeout: float | None = None
+    ) -> bool:
+        """Wait until `predicate()` holds, which `news` tells. Returns whether it does, after `timeout` seconds at most."""
+        with news:
+            if not predicate():
                 self._require_hope()
-            return self._changed.wait_for(condition, timeout)
+            return news.wait_for(predicate, timeout)
 
     def _require_hope(self) -> None:
         """Raise EngineDeadError rather than have an exit handler wait for ever.

@@ -17,7 +17,8 @@ from torch import nn
 
 from hfpaged.core.plan import Plan
 from hfpaged.errors import CorruptOutputError
-from hfpaged.runtime.drawing import LiveRequest, Outcome
+from hfpaged.runtime.drawing import Outcome
+from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.stats import EngineCounters
 from hfpaged.runtime.tiers import ModuleTier, StepOutput
 from hfpaged.runtime.view import EngineView

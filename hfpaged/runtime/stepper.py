@@ -23,25 +23,24 @@ from hfpaged.config import EngineConfig
 from hfpaged.core.invariants import check as check_books
 from hfpaged.core.plan import Plan
 from hfpaged.core.prefix_cache import root_key
-from hfpaged.core.request import Request
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
 from hfpaged.errors import AdapterLostError, CorruptOutputError, EngineReleasedError, FusionsDisabledError
 from hfpaged.quantization.summary import is_quantized
 from hfpaged.runtime.device.launched_step import LaunchedStep
 from hfpaged.runtime.device.settlement import settle
 from hfpaged.runtime.draft_model import DraftModel
-from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_tokens, score_prompts, wants_logits
+from hfpaged.runtime.drawing import Outcome, draw_tokens, score_prompts, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
+from hfpaged.runtime.live_request import LiveRequest
+from hfpaged.runtime.model_watch import ModelWatch
 from hfpaged.runtime.module_state import unpatched_class
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.sentinel import FusionsDisagree, Sentinel
 from hfpaged.runtime.speculation import Speculation
 from hfpaged.runtime.stats import EngineCounters
 from hfpaged.runtime.tiers import StepOutput
-from hfpaged.runtime.weights import WeightsWatch
 from hfpaged.runtime.workspace import Workspace
 from hfpaged.runtime.workspaces import Workspaces
-from hfpaged.sampling.device_draw import DrawSettings
 from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopChecker
 
@@ -75,7 +74,7 @@ class Stepper:
         self._config = config
         self._runs_ahead = runs_ahead
         self._counters = counters
-        self._watch: WeightsWatch | None = None
+        self._model_watch = ModelWatch(workspaces, watch_content=config.weights == "watch")
         self._speculation = Speculation()
         self._epoch = 0
         self._failed_once: weakref.WeakSet[Workspace] = weakref.WeakSet()
@@ -162,6 +161,7 @@ class Stepper:
 
     def step(self) -> bool:
         """Do one step. Returns False when nothing can be done until the next command."""
+        self._model_watch.on_step()
         if not self.live:
             return self._on_idle()
         self._propose_drafts()
@@ -392,51 +392,20 @@ class Stepper:
 
     def _freshen(self, spec: RequestSpec) -> None:
         """Follow what happened to the model since the last call, before requests of a new one start."""
-        is_another = self.workspaces.choose(spec)
-        if self._watch is None:
-            self._watch = self._watch_weights()
-        elif self._watch.changed(self.workspaces.live_model(), look_at_content=not self.live) or is_another:
+        if self._model_watch.sees_change(spec, is_idle=not self.live):
             self.on_weights_changed()
         workspace = self.prepare(spec)
         if self._config.packed_only and workspace.release_weights():
-            self._watch = self._watch_weights()
-
-    def _watch_weights(self) -> WeightsWatch:
-        return WeightsWatch(self.workspaces.live_model(), watch_content=self._config.weights == "watch")
+            self._model_watch.remember()
 
     def _add(self, spec: RequestSpec, handle: GenerationHandle, siblings: Sequence[GenerationHandle]) -> None:
-        root = (
-            root_key(self._epoch, spec.cache_salt, spec.adapter)
-            if spec.prefix_cache and self._config.prefix_caching
-            else None
-        )
-        request = Request(
-            id=handle.request_id,
-            tokens=list(spec.prompt),
-            prompt_len=len(spec.prompt),
-            max_tokens=spec.max_tokens,
-            priority=spec.priority,
-            arrival=handle.request_id,
-            cache_root=root,
-            draft_tokens=spec.logits_for - 1,
-        )
-        if spec.prompt_logprobs is not None:
-            handle.add_prompt_logprobs([None])
-            request.score_from = 0 if len(spec.prompt) > 1 else None
+        is_cached = spec.prefix_cache and self._config.prefix_caching
+        root = root_key(self._epoch, spec.cache_salt, spec.adapter) if is_cached else None
+        live = LiveRequest.of(spec, handle, root)
         parent = None if spec.fork_of is None else siblings[spec.fork_of].request_id
-        self.workspaces.current.scheduler.add(request, fork_of=parent)
-        row = SampleRow(
-            tokens=request.tokens,
-            processors=spec.processors,
-            do_sample=spec.do_sample,
-            seed=spec.seed,
-            sample_index=spec.sample_index,
-            keep_scores=spec.keep_scores or spec.keep_logits,
-        )
-        # What is drawn from the same logits several times, or looked at, is the host's.
-        is_plain = not spec.may_speculate and spec.logprobs is None
-        self.live[request.id] = LiveRequest(spec, handle, request, row, DrawSettings.of(row) if is_plain else None)
-        self._speculation.add(request, spec, self._draft_model)
+        self.workspaces.current.scheduler.add(live.request, fork_of=parent)
+        self.live[live.request.id] = live
+        self._speculation.add(live.request, spec, self._draft_model)
 
     def _draft_model(self, model: PreTrainedModel) -> DraftModel:
         """An engine for a model that guesses ahead, over as many tokens as this one's."""

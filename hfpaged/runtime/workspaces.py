@@ -83,16 +83,19 @@ class Workspaces:
             self._all.append(self.current)
         return self.current
 
-    def choose(self, spec: RequestSpec) -> bool:
+    def choose(self, spec: RequestSpec, model_may_differ: bool = True) -> bool:
         """Make the one that suits a request the current one; None if it has to be built.
 
         The one before stays as long as it has requests.
+
+        Args:
+            model_may_differ: look at the whole model, which takes milliseconds; otherwise it is as it was last time.
 
         Returns:
             Whether the model is another one than before.
         """
         model = self.live_model()
-        is_stale = self._view.is_stale(model)
+        is_stale = model_may_differ and self._view.is_stale(model)
         if is_stale or (self.current is not None and not self.current.suits(spec)):
             if self.current is not None and not self.current.scheduler.requests:
                 self.drop(self.current)

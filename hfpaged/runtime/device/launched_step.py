@@ -11,7 +11,7 @@ import torch
 from hfpaged.core.plan import UNKNOWN_TOKEN, Plan
 from hfpaged.runtime.device.accelerator import Accelerator, Mark
 from hfpaged.runtime.device.staging import PinnedRing
-from hfpaged.runtime.drawing import LiveRequest
+from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.tiers import StepOutput
 from hfpaged.sampling.device_draw import DrawTable, draw_on_device
 

@@ -10,7 +10,8 @@ import torch
 from hfpaged.core.scheduler import Scheduler
 from hfpaged.runtime.device.accelerator import Accelerator
 from hfpaged.runtime.device.launched_step import LaunchedStep
-from hfpaged.runtime.drawing import LiveRequest, Outcome, draw_rows, score_prompts
+from hfpaged.runtime.drawing import Outcome, draw_rows, score_prompts
+from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.tiers import StepOutput
 from hfpaged.sampling.errors import INVALID_SCORES, InvalidScoresError
 from hfpaged.sampling.logprobs import TokenLogprob

@@ -1,0 +1,59 @@
+"""LiveRequest: all that the stepping thread knows of a request that has not ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hfpaged.core.request import Request
+from hfpaged.runtime.handle import GenerationHandle
+from hfpaged.runtime.request_spec import RequestSpec
+from hfpaged.sampling.device_draw import DrawSettings
+from hfpaged.sampling.sampler import SampleRow
+
+
+@dataclass
+class LiveRequest:
+    """What was asked for, its caller's handle, and its place in the books.
+
+    Attributes:
+        row: how its next token is drawn.
+        draw: how a device can draw its tokens; None: only the host can.
+    """
+
+    spec: RequestSpec
+    handle: GenerationHandle
+    request: Request
+    row: SampleRow
+    draw: DrawSettings | None = None
+
+    @classmethod
+    def of(cls, spec: RequestSpec, handle: GenerationHandle, cache_root: bytes | None) -> LiveRequest:
+        """A request that begins.
+
+        Args:
+            cache_root: see `Request`.
+        """
+        request = Request(
+            id=handle.request_id,
+            tokens=list(spec.prompt),
+            prompt_len=len(spec.prompt),
+            max_tokens=spec.max_tokens,
+            priority=spec.priority,
+            arrival=handle.request_id,
+            cache_root=cache_root,
+            draft_tokens=spec.logits_for - 1,
+        )
+        if spec.prompt_logprobs is not None:
+            handle.add_prompt_logprobs([None])
+            request.score_from = 0 if len(spec.prompt) > 1 else None
+        row = SampleRow(
+            tokens=request.tokens,
+            processors=spec.processors,
+            do_sample=spec.do_sample,
+            seed=spec.seed,
+            sample_index=spec.sample_index,
+            keep_scores=spec.keep_scores or spec.keep_logits,
+        )
+        # What is drawn from the same logits several times, or looked at, is the host's.
+        is_plain = not spec.may_speculate and spec.logprobs is None
+        return cls(spec, handle, request, row, DrawSettings.of(row) if is_plain else None)
