@@ -215,7 +215,7 @@ class GenerationHandle:
     def _wait_for(
         self, news: threading.Condition, predicate: Callable[[], bool], timeout: float | None = None
     ) -> bool:
-        """Wait until `predicate()` holds, which `news` tells. Returns whether it does, after `timeout` seconds at most."""
+        """Wait until `predicate()` holds, which `news` tells of, or `timeout` seconds. Returns whether it does."""
         with news:
             if not predicate():
                 self._require_hope()
