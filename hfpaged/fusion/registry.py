@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable
 
 from hfpaged.errors import HfpagedError
 from hfpaged.fusion.catalogue import FUSIONS, Fusion
 from hfpaged.fusion.operand import FusionValues
+
+logger = logging.getLogger(__name__)
 
 
 class FusionRefused(HfpagedError):
@@ -31,7 +34,7 @@ class Admission:
 
 
 class FusionRegistry:
-    """Admits values to fused operations.
+    """Admits values to fused operations. A workspace has one, whatever tiers it tries.
 
     Attributes:
         refusals: how often each (fusion, reason) came up.
@@ -45,10 +48,12 @@ class FusionRegistry:
         """Ask the guard of fusion `name`. There is no way around it.
 
         Raises:
-            FusionRefused: with the guard's reason; also counted in `refusals`.
+            FusionRefused: with the guard's reason; also counted in `refusals`, and logged the first time.
         """
         try:
             return Admission(self._fusions[name], values)
         except FusionRefused as refused:
+            if not self.refusals[refused.fusion, refused.reason]:
+                logger.info("hfpaged: %s; the model's own code runs instead", refused)
             self.refusals[refused.fusion, refused.reason] += 1
             raise

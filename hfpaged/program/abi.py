@@ -140,11 +140,18 @@ class AttentionOp(ctypes.Structure):
     ]
 
 
+class HeadScreen(ctypes.Structure):
+    """A head's weight in 8 bits; null pointers: there is no screen."""
+
+    _fields_ = [*((name, c_void_p) for name in ("codes", "scales", "errors")), ("pairs", c_int32)]
+
+
 class HeadOp(ctypes.Structure):
     """OpKind.HEAD."""
 
     _fields_ = [
         ("weight", PackedWeight),
+        ("screen", HeadScreen),
         ("input", c_int32),
         ("vocab", c_int32),
         *((name, c_float) for name in ("multiplier", "divisor", "softcap")),
@@ -228,6 +235,7 @@ _SIGNATURES = {
         None,
         [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int32],
     ),
+    "hfp_screen_fill": (None, [POINTER(HeadScreen), POINTER(PackedWeight), c_int32, c_int32]),
     "hfp_panels_unpack": (None, [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int32]),
 }
 

@@ -71,9 +71,9 @@ class Assembler:
             self._add_layer(index, layer)
             layers.append(OpRange(first, program.num_ops))
         self._add_norm(model.final_norm, buffers.hidden, buffers.sampled)
-        head = program.pack(side_by_side([model.head]))
         scaling = model.logit_scaling
-        struct = abi.HeadOp(head, buffers.sampled, model.head.out_features)
+        head, screen = program.pack_head(side_by_side([model.head]), scaling)
+        struct = abi.HeadOp(head, screen, buffers.sampled, model.head.out_features)
         struct.multiplier, struct.divisor, struct.softcap = scaling.multiplier, scaling.divisor, scaling.softcap
         program.add(self._gate.head(), OpKind.HEAD, struct)
         return ProgramLayout(buffers.hidden, tuple(layers), program.num_ops)

@@ -14,7 +14,8 @@ from hfpaged.errors import NativeKernelError
 from hfpaged.fusion.registry import Admission
 from hfpaged.program import abi
 from hfpaged.program.abi import OpKind, RowSet
-from hfpaged.program.description import Norm, RotaryCall, TableForm
+from hfpaged.program.description import LogitScaling, Norm, RotaryCall, TableForm
+from hfpaged.program.head_screen import ScreenedMatrix, can_screen
 from hfpaged.program.norms import beta_of, gamma_of
 from hfpaged.program.panels import PackedMatrix, Part
 from hfpaged.program.rotary import RotaryTable
@@ -55,7 +56,6 @@ class NativeProgram:
 
     Attributes:
         labels: what each operation so far does; equal ones do the same work, in other layers.
-        packed_bytes: memory that the products read.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype):
@@ -87,6 +87,11 @@ class NativeProgram:
     def packed_matrices(self) -> list[PackedMatrix]:
         """The packed copies."""
         return [matrix for matrix in self._matrices if isinstance(matrix, PackedMatrix)]
+
+    def read_bytes(self, rows: int) -> int:
+        """The part of `packed_bytes` that a step of `rows` sampled rows reads if it wants no logits."""
+        screened = [matrix for matrix in self._matrices if isinstance(matrix, ScreenedMatrix)]
+        return self.packed_bytes - sum(matrix.unread_bytes(rows) for matrix in screened)
 
     @property
     def shared_bytes(self) -> int:
@@ -133,6 +138,14 @@ class NativeProgram:
         else:
             self._matrices.append(PackedMatrix(self._library, parts, self._dtype))
         return self._matrices[-1].weight
+
+    def pack_head(self, parts: list[Part], scaling: LogitScaling) -> tuple[abi.PackedWeight, abi.HeadScreen]:
+        """As `pack`, for the head: with a screen where it can have one."""
+        if any(part.linear.packed is not None for part in parts) or not can_screen(scaling):
+            return self.pack(parts), abi.HeadScreen()
+        matrix = ScreenedMatrix(self._library, parts, self._dtype)
+        self._matrices.append(matrix)
+        return matrix.weight, matrix.screen
 
     def norm_weights(self, norm: Norm | None) -> abi.NormWeights:
         """Weights of a norm for the kernels; null pointers for None."""

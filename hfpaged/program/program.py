@@ -85,6 +85,10 @@ class StepProgram:
         """Memory of the packed weights, which the live parameters do not share."""
         return self._native.packed_bytes - self._native.shared_bytes
 
+    def read_bytes(self, rows: int) -> int:
+        """Memory of weights that a step reads which samples `rows` rows and wants no logits."""
+        return self._native.read_bytes(rows)
+
     @property
     def packed_matrices(self) -> list[PackedMatrix]:
         """The packed weights."""

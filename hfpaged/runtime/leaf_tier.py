@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from hfpaged.fusion.registry import FusionRefused
+from hfpaged.fusion.registry import FusionRefused, FusionRegistry
 from hfpaged.program.description import NotRecognized
 from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.threads import ThreadPolicy, single_thread_seconds
@@ -24,6 +24,7 @@ class LeafTier(Tier):
     Args:
         view: its step must be bound.
         num_threads: most threads of a step. Small steps use fewer, and so does a machine whose cores are busy.
+        fusions: admits what becomes native.
 
     Raises:
         NotRecognized: no module of the view can run natively.
@@ -31,10 +32,18 @@ class LeafTier(Tier):
 
     name = "leaves"
 
-    def __init__(self, view: EngineView, backend: AttentionBackend, state: ThreadState, num_threads: int):
+    def __init__(
+        self,
+        view: EngineView,
+        backend: AttentionBackend,
+        state: ThreadState,
+        num_threads: int,
+        fusions: FusionRegistry,
+    ):
         self._view = view
+        self._fusions = fusions
         self._modules = ModuleTier(view, backend, state)
-        self._leaves: Leaves | None = Leaves(view)
+        self._leaves: Leaves | None = Leaves(view, fusions)
         self._threads = ThreadPolicy(num_threads)
         self._num_bytes = sum(parameter.nbytes for parameter in view.model.parameters())
         self._num_weights = sum(parameter.numel() for parameter in view.model.parameters())
@@ -83,7 +92,7 @@ class LeafTier(Tier):
 
     def _found_anew(self) -> Leaves | None:
         try:
-            return Leaves(self._view)
+            return Leaves(self._view, self._fusions)
         except NotRecognized:
             return None
 

@@ -9,6 +9,7 @@ import torch
 
 from hfpaged.config import EngineConfig
 from hfpaged.errors import ConfigError
+from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.program.description import NotRecognized
 from hfpaged.program.program import StepProgram
 from hfpaged.program.threads import usable_cpus
@@ -33,20 +34,28 @@ class TierChoice(NamedTuple):
 
 
 def choose_tier(
-    config: EngineConfig, view: EngineView, backend: AttentionBackend, cache: KVCache, state: ThreadState
+    config: EngineConfig,
+    view: EngineView,
+    backend: AttentionBackend,
+    cache: KVCache,
+    state: ThreadState,
+    fusions: FusionRegistry,
 ) -> TierChoice:
     """The fastest tier that can run the model, or the one that `config.tier` names. The view's step must be bound.
+
+    Args:
+        fusions: admits what the tiers fuse; counts what it refuses.
 
     Raises:
         ConfigError: the named tier cannot run this model; the message says why.
     """
     if config.tier == "modules":
-        return TierChoice(_module_tier(config, view, backend, cache, state), ASKED_FOR)
+        return TierChoice(_module_tier(config, view, backend, cache, state, fusions), ASKED_FOR)
     # A container's CPU quota may be less than the cores that PyTorch counts.
     threads = min(torch.get_num_threads(), usable_cpus())
     builders = {
-        "program": lambda: ProgramTier(StepProgram.build(view.model, threads), cache),
-        "leaves": lambda: LeafTier(view, backend, state, threads),
+        "program": lambda: ProgramTier(StepProgram.build(view.model, threads, fusions), cache),
+        "leaves": lambda: LeafTier(view, backend, state, threads, fusions),
     }
     reasons = [ASKED_FOR] if config.tier == "leaves" else []
     for name, build in builders.items():
@@ -63,15 +72,20 @@ def choose_tier(
     if config.packed_only:
         raise ConfigError(f"packed_only=True needs packed weights, which this model cannot run on: {reason}")
     logger.info("hfpaged runs %s by its modules: %s", type(view.model).__name__, reason)
-    return TierChoice(_module_tier(config, view, backend, cache, state), reason)
+    return TierChoice(_module_tier(config, view, backend, cache, state, fusions), reason)
 
 
 def _module_tier(
-    config: EngineConfig, view: EngineView, backend: AttentionBackend, cache: KVCache, state: ThreadState
+    config: EngineConfig,
+    view: EngineView,
+    backend: AttentionBackend,
+    cache: KVCache,
+    state: ThreadState,
+    fusions: FusionRegistry,
 ) -> Tier:
     """The model's own modules: called step by step, or a step ahead of a device that works behind the host."""
     if isinstance(backend, AheadBackend):
-        return AheadTier(view, backend, state, cache.num_blocks, most_drawn_ahead(config))
+        return AheadTier(view, backend, state, cache.num_blocks, most_drawn_ahead(config), fusions)
     return ModuleTier(view, backend, state)
 
 

@@ -16,6 +16,9 @@ from hfpaged.core.preemption import PreemptionPolicy
 from hfpaged.core.prefix_cache import PrefixCache
 from hfpaged.core.scheduler import Scheduler, SchedulerLimits
 from hfpaged.errors import ConfigError
+from hfpaged.fusion.catalogue import FUSIONS
+from hfpaged.fusion.flashinfer_catalogue import FLASHINFER_FUSIONS
+from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.runtime.adapters import AdapterRows
 from hfpaged.runtime.attention.interface import AheadBackend
 from hfpaged.runtime.attention.select import choose_backend
@@ -44,6 +47,7 @@ class Workspace:
     """Built under the thread state of the first request; a request under another one needs another workspace.
 
     Attributes:
+        fusions: the guards of all fused operations, and what they refused.
         adapters: chooses a LoRA adapter for each token of a step; None where all requests have the active one. Requests
             of the two kinds do not share a workspace.
         launcher: launches steps ahead of a device that works behind the host; None where each step is waited for.
@@ -71,7 +75,8 @@ class Workspace:
         is_ahead = isinstance(self.backend, AheadBackend)
         self.cache = KVCache(self.backend, seen, num_blocks, spare_blocks=1 if is_ahead else 0)
         view.step.bind(self.backend, self.cache.layers)
-        self.tier, self.tier_reason = choose_tier(config, view, self.backend, self.cache, state)
+        self.fusions = FusionRegistry((*FUSIONS, *FLASHINFER_FUSIONS))
+        self.tier, self.tier_reason = choose_tier(config, view, self.backend, self.cache, state, self.fusions)
         if is_ahead and mixes_adapters:
             self.tier.captured.forbid("each token goes through the adapter of its own request")
         self.released = ReleasedWeights()

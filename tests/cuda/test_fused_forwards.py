@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 import hfpaged
 from hfpaged.fusion.flashinfer_catalogue import FLASHINFER_FUSIONS
 from hfpaged.fusion.operand import FusionValues, Operand
+from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.runtime.device.fused_forwards import FusedForwards
 from hfpaged.runtime.view import EngineView
 
@@ -49,7 +50,7 @@ def test_guards_refuse_another_device_and_strides():
 
 
 def fused(model, dtype=torch.bfloat16):
-    return FusedForwards(EngineView(model, type(model)), dtype)
+    return FusedForwards(EngineView(model, type(model)), dtype, FusionRegistry(FLASHINFER_FUSIONS))
 
 
 def of_kind(refusals, kind):
@@ -146,7 +147,7 @@ def test_mlps_with_each_activation(machine, monkeypatch, activation, bias):
             machine.library.activation, name, lambda x, name=name, kernel=kernel: called.append(name) or kernel(x)
         )
     view = EngineView(model, type(model))
-    forwards = FusedForwards(view, torch.bfloat16)
+    forwards = FusedForwards(view, torch.bfloat16, FusionRegistry(FLASHINFER_FUSIONS))
     assert forwards.fused["mlp"] == 4
     expected = {"silu": "silu_and_mul", "gelu": "gelu_and_mul", "gelu_pytorch_tanh": "gelu_tanh_and_mul"}[activation]
     assert set(called) == {expected}
@@ -186,7 +187,7 @@ def test_rotations_run_by_the_kernel_and_give_the_same_text(machine, monkeypatch
 def test_a_rotation_keeps_to_the_function_for_all_but_what_was_checked(machine, monkeypatch):
     model = with_wide_heads()
     view = EngineView(model, type(model))
-    forwards = FusedForwards(view, torch.bfloat16)
+    forwards = FusedForwards(view, torch.bfloat16, FusionRegistry(FLASHINFER_FUSIONS))
     assert forwards.fused["rotation"] == 2
     rotation = view.model.model.layers[0].self_attn.forward.__func__.__globals__["apply_rotary_pos_emb"]
     monkeypatch.setattr(machine.library.rope, "apply_rope_with_cos_sin_cache", None)
@@ -207,7 +208,7 @@ def test_a_rotation_keeps_to_the_function_for_all_but_what_was_checked(machine, 
 def test_the_live_model_is_not_touched_and_the_view_is_left_as_it_was():
     model = with_wide_heads()
     view = EngineView(model, type(model))
-    forwards = FusedForwards(view, torch.bfloat16)
+    forwards = FusedForwards(view, torch.bfloat16, FusionRegistry(FLASHINFER_FUSIONS))
     assert forwards.fused == {"norm": 5, "mlp": 2, "rotation": 2}
     assert not any("forward" in vars(module) for module in model.modules())
     del forwards

@@ -102,3 +102,39 @@ def test_a_norm_that_rounds_first_is_refused_an_fp32_gamma_and_counted():
     with pytest.raises(FusionRefused, match="gamma is float32 but x is bfloat16"):
         registry.admit("rms_norm.rounded_then_scaled", values)
     assert sum(registry.refusals.values()) == 1
+
+
+@FORMS
+@pytest.mark.parametrize("tier", ["program", "leaves", "modules"])
+def test_each_tier_has_the_tokens_of_the_modules(gemma, tier):
+    ids = torch.tensor([PROMPT])
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    wanted = gemma.generate(ids, **arguments)
+    with hfpaged.patched(gemma, num_blocks=32, tier=tier):
+        assert torch.equal(gemma.generate(ids, **arguments), wanted)
+        stats = hfpaged.engine(gemma).stats()
+    assert stats["tier"] == tier and not stats["fallbacks"]
+    assert stats["fusion_refusals"] == {}  # the kernels take the effective gamma as what it is
+
+
+class Wrapped(torch.Tensor):
+    """What a quantization library might have put there: its numbers are not what its memory holds."""
+
+
+def test_what_the_guard_of_the_program_refuses_is_counted_and_logged_once(tiny_model, caplog):
+    model = tiny_model("llama").eval()
+    for layer in model.model.layers:
+        weight = layer.mlp.down_proj.weight
+        layer.mlp.down_proj.weight = nn.Parameter(weight.detach().as_subclass(Wrapped), requires_grad=False)
+    ids = torch.tensor([PROMPT])
+    arguments = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    wanted = model.generate(ids, **arguments)
+    with caplog.at_level("INFO", logger="hfpaged.fusion.registry"), hfpaged.patched(model, num_blocks=32):
+        assert torch.equal(model.generate(ids, **arguments), wanted)
+        stats = hfpaged.engine(model).stats()
+    assert stats["tier"] == "leaves"  # the program asks for all of its guards
+    assert "weight is a tensor subclass" in stats["tier_reason"]
+    assert stats["fusion_refusals"]["linear_residual: weight is a tensor subclass"] == 1
+    assert stats["fusion_refusals"]["linear: weight is a tensor subclass"] >= len(model.model.layers)
+    reasons = [record.getMessage() for record in caplog.records]
+    assert len(reasons) == len(set(reasons)) == len(stats["fusion_refusals"])

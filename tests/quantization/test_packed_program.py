@@ -50,7 +50,7 @@ def test_the_program_reads_the_modules_own_memory(tmp_path, llama):
     model = load(formats.compressed_nvfp4(tmp_path, llama), torch.bfloat16)
     program = StepProgram.build(model, num_threads=1)
     head = model.lm_head.weight.nbytes
-    assert head <= program.packed_bytes <= 1.1 * head  # nothing but the head is copied
+    assert head <= program.packed_bytes <= 1.6 * head  # nothing but the head is copied, and in 8 bits once more
     packed = sum(module.num_bytes for module in model.modules() if hasattr(module, "codes"))
     linears = sum(
         module.in_features * module.out_features * 2 for module in model.modules() if hasattr(module, "codes")

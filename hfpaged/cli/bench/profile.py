@@ -90,7 +90,8 @@ class Profiler:
         for one in (layer.attention for layer in model.layers):
             attention_flops += 2 * seen * one.heads * (one.key_dim + one.value_dim)
             kv_bytes += shape.requests * shape.context * one.kv_heads * (one.key_dim + one.value_dim) * element
-        products = max(product_flops / self._peaks.flops, self._program.packed_bytes / self._peaks.read_bytes)
+        weight_bytes = self._program.read_bytes(shape.requests)
+        products = max(product_flops / self._peaks.flops, weight_bytes / self._peaks.read_bytes)
         return products + max(attention_flops / self._peaks.flops, kv_bytes / self._peaks.read_bytes)
 
 

@@ -129,6 +129,14 @@ inline Vec16 finished_logits(Vec16 sum, const HeadOp& op, int column) {
   return logit;
 }
 
+// -inf in the lanes from `count` on.
+inline Vec16 hidden_from(Vec16 values, int count) {
+  alignas(64) float lanes[kLanes];
+  store16(lanes, values);
+  for (int lane = count; lane < kLanes; lane++) lanes[lane] = -__builtin_inff();
+  return load16(lanes);
+}
+
 // Keeps the largest logit of each row and its first index. Panels come in ascending order within a share.
 template <class T>
 struct HeadEpilogue {
@@ -153,13 +161,6 @@ struct HeadEpilogue {
   }
 
  private:
-  static Vec16 hidden_from(Vec16 values, int count) {
-    alignas(64) float lanes[kLanes];
-    store16(lanes, values);
-    for (int lane = count; lane < kLanes; lane++) lanes[lane] = -__builtin_inff();
-    return load16(lanes);
-  }
-
   void keep_best(int64_t row, int first_column, const Vec16 (&values)[kPanelVectors]) const {
     float largest = largest16(max16(max16(values[0], values[1]), max16(values[2], values[3])));
     if (!(largest > best[row])) return;

@@ -56,6 +56,11 @@ inline Vec16 blend_by_sign16(Vec16 a, Vec16 b, Vec16 sign) {
   return {_mm256_blendv_ps(a.lo, b.lo, sign.lo), _mm256_blendv_ps(a.hi, b.hi, sign.hi)};
 }
 
+inline __m256 load8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+inline Vec16 load16(const int8_t* p) { return {load8(p), load8(p + 8)}; }
+
 inline __m256 widen8(__m128i bits) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)); }
 inline Vec16 load16(const bf16* p) {
   const __m128i* q = reinterpret_cast<const __m128i*>(p);

@@ -88,6 +88,12 @@ inline void store16(bf16* p, Vec16 a) {
   }
 }
 
+inline Vec16 load16(const int8_t* p) {
+  float lanes[kLanes];
+  for (int i = 0; i < kLanes; i++) lanes[i] = p[i];
+  return load16(lanes);
+}
+
 inline float widened(fp16 half) {
   uint32_t sign = uint32_t(half.bits & 0x8000) << 16, magnitude = half.bits & 0x7fff;
   float value;

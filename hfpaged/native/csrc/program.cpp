@@ -46,6 +46,8 @@ struct Program {
   Routing routing = {};
   std::vector<float> best_logit;
   std::vector<int64_t> best_index;
+  std::vector<float> screen_bounds;
+  ScreenBounds bounds = {};
 
   ~Program() {
     for (Buffer& buffer : buffers) std::free(buffer.data);
@@ -56,6 +58,7 @@ struct Program {
   void add_plan_for(const AttentionOp& op);
   int64_t rows_of(const Step& step, RowSet set) const;
   void reserve_routing(int64_t tokens);
+  void reserve_bounds(int threads);
   bool reserve(const Step& step);
   HfpProgramStatus check(const Step& step) const;
   int plan_attention(const Step& step);
@@ -96,6 +99,15 @@ void Program::reserve_routing(int64_t tokens) {
              weights + pairs, indices + 3 * pairs};
 }
 
+void Program::reserve_bounds(int threads) {
+  int64_t panels = 0;
+  for (const Op& op : ops)
+    if (op.kind == OpKind::kHead && op.head.screen.codes) panels = op.head.weight.panel_count();
+  if (!panels) return;
+  screen_bounds.resize(std::max<size_t>(screen_bounds.size(), (panels + threads) * kScreenRows));
+  bounds = {screen_bounds.data(), screen_bounds.data() + panels * kScreenRows};
+}
+
 bool Program::reserve(const Step& step) {
   for (Buffer& buffer : buffers) {
     int64_t rows = rows_of(step, buffer.rows);
@@ -112,6 +124,7 @@ bool Program::reserve(const Step& step) {
   reserve_routing(step.tokens);
   best_logit.resize(std::max<size_t>(best_logit.size(), step.threads * step.samples));
   best_index.resize(best_logit.size());
+  reserve_bounds(step.threads);
   return true;
 }
 
@@ -204,7 +217,8 @@ void Program::run(Step& step) {
   Barrier barrier = {};
   double cpu_seconds = 0;
   Run run = {&step,    ops.data(),       buffers.data(), tables.data(),     type,
-             &barrier, attention.data(), routing,        best_logit.data(), best_index.data()};
+             &barrier, attention.data(), routing,        best_logit.data(), best_index.data(),
+             bounds};
 #if defined(_OPENMP)
 #pragma omp parallel num_threads(step.threads) reduction(+ : cpu_seconds)
   {

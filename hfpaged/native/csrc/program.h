@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "gemm.h"
+#include "head_screen.h"
 
 enum HfpProgramStatus : int32_t {
   HFP_PROGRAM_OK = 0,
@@ -127,6 +128,7 @@ struct AttentionOp {
 // Logits of the sampled rows: scaling, softcap, argmax (the first of equal ones) and, if asked for, the logits.
 struct HeadOp {
   PackedWeight weight;
+  HeadScreen screen;  // of the weight, if the scaling keeps the order of the logits
   int32_t in;
   int32_t vocab;
   float multiplier;  // 1: none
@@ -253,6 +255,7 @@ struct Run {
   Routing routing;
   float* best_logit;         // [threads, samples]
   int64_t* best_index;       // [threads, samples]
+  ScreenBounds bounds;
 
   HFP_ALWAYS_INLINE int64_t rows(RowSet set) const { return set == RowSet::kTokens ? step->tokens : step->samples; }
   HFP_ALWAYS_INLINE int64_t rows(int32_t buffer) const { return rows(buffers[buffer].rows); }

@@ -2,6 +2,7 @@
 #include <time.h>
 
 #include "ops_epilogue.h"
+#include "ops_head.h"
 #include "ops_norm.h"
 #include "ops_rotary.h"
 #include "ops_routing.h"
@@ -60,6 +61,10 @@ void norm(const Run& run, const NormOp& op, Share share) {
   }
 }
 
+bool is_screened(const Run& run, const HeadOp& op) {
+  return op.screen.codes && !run.step->logits && run.step->samples <= kScreenRows;
+}
+
 // What this thread reads first in the product that follows, to be fetched at the end of this one.
 const char* first_panel_of_next_product(const Run& run, int32_t op_index, Share share) {
   for (int32_t i = op_index + 1; i < run.step->end_op; i++) {
@@ -69,6 +74,8 @@ const char* first_panel_of_next_product(const Run& run, int32_t op_index, Share 
     // A kernel fetches only what it knows the layout of.
     if (!weight.strips != !run.ops[op_index].product.weight.strips) return nullptr;
     int64_t panel = share.begin(weight.panel_count());
+    if (op.kind == OpKind::kHead && is_screened(run, op.head))
+      return reinterpret_cast<const char*>(op.head.screen.panel(panel));
     if (!weight.strips) return weight.panel(panel);
     return reinterpret_cast<const char*>(weight.strips->strips + panel * kPanelVectors);
   }
@@ -160,6 +167,24 @@ void attend(AttentionWork& work) {
   }
 }
 
+// Returns false, on all threads alike, if there are no bounds.
+template <class T>
+bool screened_head(const Run& run, const HeadOp& op, const InputRows<T>& in, Share share, HeadEpilogue<T>& epilogue) {
+  ScreenedHead<T> screened(op, in);
+  if (!screened.can_bound()) return false;
+  int64_t panels = op.weight.panel_count(), begin = share.begin(panels), end = share.end(panels);
+  const ScreenBounds& bounds = run.bounds;
+  screened.bound(begin, end, bounds.most, bounds.least + share.index * kScreenRows);
+  wait_for_all(run.barrier);
+  float least[kScreenRows];
+  for (int r = 0; r < in.count; r++) {
+    least[r] = bounds.least[r];
+    for (int t = 1; t < share.count; t++) least[r] = fmaxf(least[r], bounds.least[t * kScreenRows + r]);
+  }
+  screened.multiply_rest(begin, end, bounds.most, least, epilogue);
+  return true;
+}
+
 template <class T>
 void head(const Run& run, const HeadOp& op, Share share) {
   int64_t samples = run.step->samples;
@@ -169,8 +194,10 @@ void head(const Run& run, const HeadOp& op, Share share) {
     best[i] = -__builtin_inff();
     best_index[i] = 0;
   }
-  multiply<T>(input_rows<T>(run, op.in), op.weight, share, nullptr,
-              HeadEpilogue<T>{op, best, best_index, run.step->logits});
+  InputRows<T> in = input_rows<T>(run, op.in);
+  HeadEpilogue<T> epilogue = {op, best, best_index, run.step->logits};
+  if (is_screened(run, op) && screened_head(run, op, in, share, epilogue)) return;
+  multiply<T>(in, op.weight, share, nullptr, epilogue);
 }
 
 template <class T>

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers.utils import logging
 
+from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.runtime.attention.interface import AheadBackend
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.device.captured_steps import CapturedSteps
@@ -24,18 +25,25 @@ class AheadTier(Tier):
     Args:
         padding_block: a block of the pool that no request has.
         most_drawn: how many tokens of one step the next may read.
+        fusions: admits fused operations.
     """
 
     name = "modules"
 
     def __init__(
-        self, view: EngineView, backend: AheadBackend, state: ThreadState, padding_block: int, most_drawn: int
+        self,
+        view: EngineView,
+        backend: AheadBackend,
+        state: ThreadState,
+        padding_block: int,
+        most_drawn: int,
+        fusions: FusionRegistry,
     ):
         self._view = view
         self._backend = backend
         self._packed = PackedForward(view, state)
         # Under autocast the modules compute in other dtypes than their weights have.
-        self._fused = FusedForwards(view, backend.dtype) if state.autocast_dtype is None else None
+        self._fused = FusedForwards(view, backend.dtype, fusions) if state.autocast_dtype is None else None
         self._accelerator = backend.accelerator
         self._writer = InputWriter(self._accelerator)
         self._drawn = torch.zeros(most_drawn, dtype=torch.int64, device=self._accelerator.device)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hfpaged.fusion.flashinfer_catalogue import FLASHINFER_FUSIONS
 from hfpaged.fusion.registry import FusionRefused, FusionRegistry
 from hfpaged.program.description import NotRecognized
 from hfpaged.runtime.device.fused_mlp import fused_mlp, may_be_gated_mlp
@@ -45,10 +44,9 @@ class FusedForwards:
         refusals: how many others look like one, by "kind: reason".
     """
 
-    def __init__(self, view: EngineView, dtype: torch.dtype):
+    def __init__(self, view: EngineView, dtype: torch.dtype, fusions: FusionRegistry):
         self.fused: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
-        registry = FusionRegistry(FLASHINFER_FUSIONS)
         kinds = (
             Kind("norm", may_be_norm, fused_norm),
             Kind("mlp", may_be_gated_mlp, fused_mlp),
@@ -58,7 +56,7 @@ class FusedForwards:
         for kind in kinds:
             for module in filter(kind.is_candidate, list(view.model.modules())):
                 try:
-                    forward = kind.fused(module, dtype, registry)
+                    forward = kind.fused(module, dtype, fusions)
                 except (NotRecognized, FusionRefused) as refused:
                     self.refusals[f"{kind.name}: {refused.reason}"] += 1
                 except Exception as error:  # a kernel that does not compile or run costs its speed and nothing else

@@ -34,7 +34,7 @@ class Leaves:
         refusals: number of modules that could have had one, by "kind: reason".
     """
 
-    def __init__(self, view: EngineView):
+    def __init__(self, view: EngineView, fusions: FusionRegistry):
         """Find the leaves of `view`, whose step must be bound, pack their weights and compare them with the modules.
 
         Raises:
@@ -46,7 +46,7 @@ class Leaves:
         self.kernels = LeafKernels()
         self.angles = Angles()
         trace = trace_forward(view.model)
-        finder = LeafFinder(view.model, trace, LeafGate(FusionRegistry()), self.kernels, self.angles)
+        finder = LeafFinder(view.model, trace, LeafGate(fusions), self.kernels, self.angles)
         self._leaves = self._find_equal(view, finder, trace)
         if not self._leaves:
             raise NotRecognized("none of its modules can run natively")
