@@ -10,12 +10,14 @@ from transformers import PreTrainedModel
 import hfpaged
 from hfpaged.errors import CorruptOutputError
 from hfpaged.native import library
+from hfpaged.runtime.leaf_tier import LeafTier
 from hfpaged.runtime.sentinel import REPEATS
 from hfpaged.runtime.stepper import FUSIONS_OFF
 from hfpaged.runtime.tiers import ProgramTier, StepOutput
 
 PROMPTS = [[5, 17, 3, 99], [42, 8, 1, 60, 11]]
 NEW = 12
+TIERS = pytest.mark.parametrize("tier", ["program", "leaves", "modules"])
 
 
 @pytest.fixture
@@ -34,13 +36,13 @@ def run(model: PreTrainedModel, new_tokens: int = NEW, **options: object) -> tup
         return results, engine.stats()
 
 
-def corrupting(spoil):
-    """ProgramTier.run with wrong outputs, and keys and values that are wrong too."""
-    run = ProgramTier.run
+def corrupting(spoil, tier=ProgramTier):
+    """The tier's run with wrong outputs, and keys and values that are wrong too."""
+    run = tier.run
 
     def corrupt(self, batch, want_logits):
         output = run(self, batch, want_logits)
-        for pair in self._kv:
+        for pair in getattr(self, "_kv", ()):  # only the program's are at hand
             for part in pair:
                 part[: len(part) // 2].normal_()
         return spoil(output, want_logits)
@@ -51,23 +53,30 @@ def corrupting(spoil):
 def not_finite(output: StepOutput, want_logits: bool) -> StepOutput:
     """What a kernel gives whose numbers are none: NaN, whose argmax is 0."""
     logits = torch.full_like(output.logits, float("nan")) if want_logits else None
-    return StepOutput(logits, np.zeros_like(output.argmax))
+    return StepOutput(logits, always(0, output))
 
 
 def always_seven(output: StepOutput, want_logits: bool) -> StepOutput:
     if want_logits:
         output.logits[:, 7] = output.logits.max() + 10
-    return StepOutput(output.logits if want_logits else None, np.full_like(output.argmax, 7))
+    return StepOutput(output.logits if want_logits else None, always(7, output))
 
 
+def always(token: int, output: StepOutput) -> np.ndarray | None:
+    return None if output.argmax is None else np.full_like(output.argmax, token)
+
+
+@pytest.mark.parametrize("tier", [ProgramTier, LeafTier], ids=lambda tier: tier.name)
 @pytest.mark.parametrize("spoil", [not_finite, always_seven], ids=lambda spoil: spoil.__name__)
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "with scores"])
-def test_requests_of_a_wrong_fusion_begin_again_without_it(model, stock_greedy, monkeypatch, caplog, spoil, sampled):
+@pytest.mark.parametrize("scored", [False, True], ids=["greedy", "with scores"])
+def test_requests_of_a_wrong_fusion_begin_again_without_it(
+    model, stock_greedy, monkeypatch, caplog, tier, spoil, scored
+):
     expected = [stock_greedy(model, prompt, NEW) for prompt in PROMPTS]
-    monkeypatch.setattr(ProgramTier, "run", corrupting(spoil))
-    if sampled:  # a call that asks for scores runs with logits
+    monkeypatch.setattr(tier, "run", corrupting(spoil, tier))
+    if scored:  # a call that asks for scores runs with logits
         monkeypatch.setattr("hfpaged.runtime.stepper.wants_logits", lambda plan, live: True)
-    results, stats = run(model, sentinel=True)
+    results, stats = run(model, sentinel=True, tier=tier.name)
     assert results == expected
     assert stats["tier"] == "modules" and stats["tier_reason"] == FUSIONS_OFF
     assert stats["sentinel_corruptions"] == 1 and stats["sentinel_checks"] == 1
@@ -81,24 +90,26 @@ def test_without_it_the_corruption_goes_on(model, stock_greedy, monkeypatch):
     assert stats["tier"] == "program" and stats["sentinel_checks"] == 0
 
 
-def test_a_model_that_means_it_is_left_alone(model):
+@TIERS
+def test_a_model_that_means_it_is_left_alone(model, tier):
     with torch.no_grad():
         # Every hidden state gives token 7 the largest logit: the last norm of the sum of a constant direction.
         model.lm_head.weight.zero_()
         model.model.norm.weight.zero_()
         model.lm_head.weight[7] = 1.0
-    results, stats = run(model, sentinel=True)
+    results, stats = run(model, sentinel=True, tier=tier)
     assert results == [[0] * NEW] * 2  # all logits are 0, and the first of equal ones wins
-    assert stats["tier"] == "program" and stats["sentinel_corruptions"] == 0
+    assert stats["tier"] == tier and stats["sentinel_corruptions"] == 0
     assert stats["sentinel_checks"] >= 1
     assert NEW > REPEATS
 
 
-def test_a_corrupt_model_is_named_by_its_first_corrupt_module(model):
+@TIERS
+def test_a_corrupt_model_is_named_by_its_first_corrupt_module(model, tier):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     with pytest.raises(CorruptOutputError) as caught:
-        run(model, sentinel=True)
+        run(model, sentinel=True, tier=tier)
     assert caught.value.layer == "model.layers.1.mlp.up_proj"
 
 
