@@ -104,7 +104,7 @@ def test_a_model_that_means_it_is_left_alone(model, tier):
     assert NEW > REPEATS
 
 
-@TIERS
+@pytest.mark.parametrize("tier", ["auto", "modules"])
 def test_a_corrupt_model_is_named_by_its_first_corrupt_module(model, tier):
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
