@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,7 +25,7 @@ _STEPS = 12
 
 @dataclass(frozen=True)
 class QueueProfile:
-    """The mean step of `running` requests that decode while `waiting` others wait. Seconds."""
+    """The median step of `running` requests that decode while `waiting` others wait. Seconds."""
 
     running: int
     waiting: int
@@ -64,13 +66,11 @@ def profile_queue(model: PreTrainedModel, waiting: int, running: int = RUNNING) 
             pad_token_id=0,
             hfpaged={"scope": scope},
         )
-    return _mean_step(full[1], full[-1])
+    return QueueProfile(running, waiting, *(_median_step(full[1:], f"seconds_{part}") for part in PARTS))
 
 
-def _mean_step(before: dict[str, Any], after: dict[str, Any]) -> QueueProfile:
-    steps = after["steps"] - before["steps"]
-    parts = {part: (after[f"seconds_{part}"] - before[f"seconds_{part}"]) / steps for part in PARTS}
-    return QueueProfile(after["running"], after["waiting"], **parts)
+def _median_step(after_steps: Sequence[dict[str, Any]], total: str) -> float:
+    return statistics.median(after[total] - before[total] for before, after in itertools.pairwise(after_steps))
 
 
 def queue_table(profiles: Sequence[QueueProfile]) -> str:
