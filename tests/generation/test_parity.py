@@ -38,6 +38,11 @@ class Case:
     want: list[list[int]]
     num_new: int
 
+    def up_to(self, length: int) -> Case:
+        """The same with the prompts that are no longer."""
+        chosen = [pair for pair in zip(self.prompts, self.want, strict=True) if len(pair[0]) <= length]
+        return Case(self.model, [prompt for prompt, _ in chosen], [want for _, want in chosen], self.num_new)
+
     def check(self, texts) -> None:
         assert len(texts) == len(self.prompts)
         for prompt, got, want in zip(self.prompts, texts, self.want, strict=True):
@@ -217,8 +222,10 @@ def smollm2_case(smollm2, licence, stock_greedy):
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 15, 16, 17, 512, 16384])
 def test_smollm2_batched_in_chunks_of(smollm2_case, chunk):
-    with hfpaged.patched(smollm2_case.model, max_batch_tokens=chunk):
-        smollm2_case.check(smollm2_case.generate_batch())
+    # A token a step reads all weights for each: that takes too long for long prompts.
+    case = smollm2_case.up_to(100) if chunk == 1 else smollm2_case
+    with hfpaged.patched(case.model, max_batch_tokens=chunk):
+        case.check(case.generate_batch())
 
 
 @pytest.mark.slow
