@@ -19,7 +19,8 @@ from hfpaged.runtime.attention.native_backend import NativeBackend
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Mend two things of the interpreter: it multiplies bfloat16 as if it were integers, and it checks all integers."""
+    """Mend the interpreter: it multiplies bfloat16 as if it were integers, checks the range of every integer, and in
+    Triton 3.6 makes Python integers in a way that NumPy has given up."""
     from triton.runtime import interpreter
 
     builder = interpreter.interpreter_builder
@@ -34,7 +35,14 @@ def interpreted() -> Iterator[None]:
     def dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
         return create_dot(self, widened(a), widened(b), *others)
 
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang_tensor", patch_tensor_and_index)
         patch.setattr(type(builder), "create_dot", dot)
         patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
         yield
