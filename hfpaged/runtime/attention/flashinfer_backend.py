@@ -175,13 +175,16 @@ class FlashInferBackend(AheadBackend):
 
     def _worthwhile_prefixes(self, batch: StepBatch) -> SharedPrefixes | None:
         """What the requests of a step of one token each share, if reading it once saves enough."""
-        if not self._divisible_bytes or int(batch.query_start[-1]) != len(batch.context_len):
+        bytes_per_token = sum(self._divisible_bytes.values())
+        wanted = flashinfer_cascade.LEAST_SAVED_BYTES
+        # Looking for prefixes takes longer than seeing that they could not be long enough.
+        is_large = int(batch.context_len.sum()) * bytes_per_token >= wanted
+        if not is_large or int(batch.query_start[-1]) != len(batch.context_len):
             return None
         prefixes = find_shared_prefixes(batch)
         if prefixes is None:
             return None
-        saved = prefixes.saved_blocks() * self.block_size * sum(self._divisible_bytes.values())
-        return prefixes if saved >= flashinfer_cascade.LEAST_SAVED_BYTES else None
+        return prefixes if prefixes.saved_blocks() * self.block_size * bytes_per_token >= wanted else None
 
     def _fixed_tables(self, size: int) -> FixedTables:
         """Tables for captured steps of this size; those of all sizes share the largest part."""
