@@ -53,6 +53,11 @@ class Plan(NamedTuple):
     loads: tuple[tuple[int, tuple[int, ...]], ...] = ()
     recomputed: tuple[int, ...] = ()
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(entry.num_tokens for entry in self.entries)
+
     def sampled_rows(self) -> Iterator[tuple[range, int]]:
         """(rows of the step's logits, request id) of all requests that catch up: a parent and its forks share rows."""
         first = 0

@@ -14,6 +14,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hfpaged.compat import decoder_only_output
 from hfpaged.generation.call import GenerateCall
+from hfpaged.generation.guidance import guided_by_engine
 from hfpaged.generation.outputs import ended_row_scores, pad_token
 from hfpaged.generation.returned_cache import returned_cache
 from hfpaged.runtime.engine import EngineCore
@@ -58,8 +59,9 @@ class LockstepLoop:
         try:
             if self._call.options.scope is not None:
                 self._call.options.scope.add(handles)
-            while self._unfinished.any():
-                self._one_step(handles)
+            with guided_by_engine(self._model, self._engine, self._call):
+                while self._unfinished.any():
+                    self._one_step(handles)
         finally:
             self._engine.cancel(handles)
         if self._call.streamer is not None:

@@ -29,6 +29,7 @@ class DraftSteps(Protocol):
     def rollback(self, handles: Sequence[GenerationHandle], count: int) -> None: ...
     def end(self, handles: Sequence[GenerationHandle], reason: str) -> None: ...
     def step(self) -> bool: ...
+    def step_seconds(self, tokens: int) -> float | None: ...
     def release(self) -> None: ...
 
 
@@ -91,19 +92,26 @@ class DraftModel:
         """Give up all blocks."""
         self._steps.release()
 
-    def propose(self, limits: dict[int, int], batch: int) -> dict[int, list[int]]:
+    def propose(
+        self, limits: dict[int, int], least_chance: float, target_seconds: float | None
+    ) -> dict[int, list[int]]:
         """Guesses for requests that have one token left to compute.
 
         Args:
             limits: the most tokens that each may be given, by request id.
-            batch: requests that share a step of the target.
+            least_chance: how likely a guess must be for what it costs the target, see `DraftLength.next`.
+            target_seconds: how long a step of the target takes without guesses, if that is known.
 
         Returns:
             The guesses by request id; requests whose texts the draft model has still to read get none.
         """
         texts = [self._texts[request_id] for request_id in limits if request_id in self._texts]
+        seconds = self._steps.step_seconds(len(texts))
+        if seconds is not None and target_seconds is not None:
+            # A guess is paid for twice: here with its share of a step as well.
+            least_chance = min(1.0, least_chance + seconds / target_seconds)
         for text in texts:
-            text.guesses, text.wanted = [], min(text.length.next(batch), limits[text.request.id])
+            text.guesses, text.wanted = [], min(text.length.next(least_chance), limits[text.request.id])
         texts = [text for text in texts if text.wanted]
         for text in texts:
             self._catch_up(text)

@@ -11,12 +11,18 @@ from hfpaged.core.request import Request
 from hfpaged.runtime.draft_model import DraftModel
 from hfpaged.runtime.request_spec import LookupOptions, RequestSpec
 from hfpaged.speculation.prompt_lookup import PromptLookup
+from hfpaged.speculation.step_cost import StepCost
 
 
 class Speculation:
-    """Used by the stepping thread only. The engine of a model that drafts is kept for its cached prefixes."""
+    """Used by the stepping thread only. The engine of a model that drafts is kept for its cached prefixes.
+
+    Attributes:
+        step_cost: of the model that is guessed for; whoever steps it records every step there.
+    """
 
     def __init__(self) -> None:
+        self.step_cost = StepCost()
         self._draft_models: weakref.WeakKeyDictionary[PreTrainedModel, DraftModel] = weakref.WeakKeyDictionary()
         self._lookups: dict[int, PromptLookup] = {}
         self._drafted_by: dict[int, DraftModel] = {}
@@ -70,14 +76,15 @@ class Speculation:
             # The token that a full acceptance draws on top must fit too.
             if (room := request.max_tokens - len(request.tokens) - 1) > 0 and share > 0 and request.can_draft
         }
+        least_chance = self.step_cost.least_chance(batch)
         found = {
-            request_id: self._lookups[request_id].propose(self._requests[request_id].tokens, limit, batch)
+            request_id: self._lookups[request_id].propose(self._requests[request_id].tokens, limit, least_chance)
             for request_id, limit in limits.items()
             if request_id in self._lookups
         }
         for draft_model in set(self._drafted_by.values()):
             mine = {one: limit for one, limit in limits.items() if self._drafted_by.get(one) is draft_model}
-            found.update(draft_model.propose(mine, batch))
+            found.update(draft_model.propose(mine, least_chance, self.step_cost.seconds(batch)))
         return found
 
     def learn(self, request_id: int, guessed: int, accepted: int) -> None:

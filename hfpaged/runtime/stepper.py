@@ -167,6 +167,10 @@ class Stepper:
         self._propose_drafts()
         return any(self._step(workspace) for workspace in self.workspaces.in_turn())
 
+    def step_seconds(self, tokens: int) -> float | None:
+        """About how long a step of so many tokens takes; None if that is not known."""
+        return self._speculation.step_cost.seconds(tokens)
+
     def _step(self, workspace: Workspace) -> bool:
         if workspace.adapters is not None:
             self._end_without_adapter(workspace)
@@ -206,6 +210,7 @@ class Stepper:
         for request_id, logprobs in prompt_logprobs.items():
             self.live[request_id].handle.add_prompt_logprobs(logprobs)
         self._deliver(outcomes)
+        self._speculation.step_cost.record(plan.num_tokens, ran - planned)
         self._count_step(planned, ran)
         return True
 

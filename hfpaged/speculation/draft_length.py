@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-# A step costs about as much as this many tokens before it computes the first one: it reads the weights.
-STEP_COST_IN_TOKENS = 8
 # How fast earlier steps are forgotten.
 MEMORY = 0.8
 # After this many steps without guesses, try again.
@@ -25,14 +23,13 @@ class DraftLength:
         self._right, self._judged = 4.0, 5.0
         self._idle_steps = 0
 
-    def next(self, batch: int = 1) -> int:
+    def next(self, least_chance: float = 0.1) -> int:
         """Tokens to guess now, perhaps none: as far ahead as a guess is likely enough to stand.
 
         Args:
-            batch: requests that share a step. The more there are, the less a saved step is worth to each, and the more
-                likely a guess must be.
+            least_chance: how likely that is, from 0 to 1; a guess that is less likely costs more than it brings. See
+                `StepCost`.
         """
-        least_chance = batch / (batch + STEP_COST_IN_TOKENS)
         acceptance = min(self._right / self._judged, 0.99)
         if acceptance >= least_chance:
             return max(1, min(self.most, int(math.log(least_chance) / math.log(acceptance))))

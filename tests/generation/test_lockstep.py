@@ -192,6 +192,26 @@ def test_classifier_free_guidance(pair, rows):
     assert want.tolist() != pair.stock.generate(**{**call, "guidance_scale": None}).tolist()
 
 
+@pytest.mark.parametrize("negative", [None, [[7, 8, 9], [30, 31, 32]], [[0, 8, 9], [30, 31, 32]]], ids=str)
+def test_guidance_runs_its_second_forward_on_the_engine(pair, monkeypatch, negative):
+    """One with padded negative prompts does not: stock counts the padding among their positions."""
+    call = {**left_padded([PROMPTS[1], PROMPTS[1][::-1]]), **GREEDY, "guidance_scale": 2.5}
+    if negative is not None:
+        mask = [[int(token != 0) for token in row] for row in negative]
+        call |= {"negative_prompt_ids": torch.tensor(negative), "negative_prompt_attention_mask": torch.tensor(mask)}
+    want = pair.stock.generate(**call)
+    asked, forward = [], type(pair.paged).forward
+    monkeypatch.setattr(
+        type(pair.paged), "forward", lambda *args, **kwargs: asked.append(1) or forward(*args, **kwargs)
+    )
+    assert pair.paged.generate(**call).tolist() == want.tolist()
+    is_padded = negative is not None and negative[0][0] == 0
+    assert bool(asked) == is_padded
+    engine = hfpaged.engine(pair.paged)
+    engine.check()
+    assert engine.stats()["running"] == 0
+
+
 def test_empty_list_of_allowed_tokens_raises_stocks_error_to_that_caller_only(pair):
     errors = []
     with noise(pair.paged):

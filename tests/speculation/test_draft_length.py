@@ -15,11 +15,11 @@ def test_the_better_the_guesses_the_further_ahead_they_go():
     assert lengths[-1] == 12
 
 
-def test_the_more_share_a_step_the_surer_a_guess_must_be():
-    lengths = [learned(5, 4).next(batch) for batch in (1, 4, 16, 64)]
+def test_the_more_a_guess_costs_the_surer_it_must_be():
+    lengths = [learned(5, 4).next(least_chance) for least_chance in (0.1, 0.3, 0.7, 0.9, 1.0)]
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > 5
-    assert lengths[-1] <= 1
+    assert lengths[-1] == 0
 
 
 def test_a_wrong_guess_counts_once_however_many_follow_it():
