@@ -6,10 +6,11 @@ Those that start other processes are left out, because the stand-in is not in th
 from __future__ import annotations
 
 import pytest
-from engine import test_faults, test_memory, test_requests, test_workspaces
-from engine.conftest import patched
+from engine import test_faults, test_memory, test_refusals, test_requests, test_upkeep, test_workspaces
+from engine.conftest import patched, stock_text
 from engine.test_faults import warm
-from engine.test_requests import neighbour_texts, stock_text, switch_often
+from engine.test_requests import neighbour_texts
+from engine.test_upkeep import switch_often
 
 __all__ = ["neighbour_texts", "patched", "stock_text", "switch_often", "warm"]
 
@@ -32,7 +33,7 @@ SLOW = {
     "test_statistics_can_be_read_at_any_time",
 }
 
-for _module in (test_requests, test_faults, test_workspaces, test_memory):
+for _module in (test_requests, test_refusals, test_upkeep, test_faults, test_workspaces, test_memory):
     for _name, _test in vars(_module).items():
         if _name.startswith("test_") and callable(_test) and _name not in LEFT_OUT:
             globals()[_name] = pytest.mark.slow(_test) if _name in SLOW else _test

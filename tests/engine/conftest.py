@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
+from batches import alone
 from engine.hooks import at_rest
+from engine.one_prompt import GREEDY, PROMPT
 from families import build_tiny
 from quiet import small_and_quiet
 from transformers import PreTrainedModel
@@ -43,3 +45,9 @@ def patched() -> Iterator[Callable[..., Patched]]:
     for model in models:
         assert at_rest(hfpaged.engine(model))
         model.unpatch()
+
+
+@pytest.fixture(scope="session")
+def stock_text() -> list[int]:
+    """What stock gives PROMPT."""
+    return alone(build_tiny("llama"), PROMPT, max_new_tokens=40, **GREEDY)

@@ -15,7 +15,6 @@ from families import build_tiny
 
 import hfpaged
 from hfpaged.errors import EngineDeadError
-from hfpaged.runtime.driver import SteppingThread
 
 PROMPTS = random_prompts((20, 5, 33))
 GREEDY = {"do_sample": False, "eos_token_id": -1, "max_new_tokens": 12}
@@ -200,9 +199,7 @@ def test_exit_handlers_that_run_after_the_engines_own_neither_wait_nor_fail():
     handle = engine.submit(PROMPTS[0], **{**GREEDY, "max_new_tokens": 450})
     tokens = iter(handle)
     next(tokens)
-    for thread in threading.enumerate():
-        if isinstance(thread, SteppingThread):
-            thread.end()
+    engine._driver._thread.end()
     with pytest.raises(EngineDeadError, match="exiting"):
         handle.result()
     with pytest.raises(EngineDeadError, match="exiting"):
