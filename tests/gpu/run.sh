@@ -29,6 +29,8 @@ command -v nvcc >/dev/null || export FLASHINFER_DISABLE_JIT=1
 # Some of FlashInfer's sources include headers of these packages, which nvcc does not know of.
 CPATH=$(python3 -c 'import glob, site; print(":".join(glob.glob(site.getsitepackages()[0] + "/nvidia/*/include")))')
 export CPATH
+# It links with libcuda.so, of which a machine may have libcuda.so.1 only. An empty one of that name does for the linker.
+echo | cc -shared -Wl,-soname,libcuda.so.1 -x c - -o work/libcuda.so 2>/dev/null && export FLASHINFER_EXTRA_LDFLAGS=-L$here/work
 failed=0
 
 # section NAME SECONDS COMMAND...: run it, for so long at most, into report/NAME.txt.
