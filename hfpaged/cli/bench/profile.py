@@ -34,7 +34,7 @@ class StepShape:
         return self.requests * self.new_tokens
 
 
-BATCHES = tuple(StepShape(requests, 1, 128) for requests in (1, 4, 16, 64, 256))
+BATCHES = tuple(StepShape(requests, 1, 128) for requests in (1, 4, 16, 32, 64, 256))
 CONTEXTS = tuple(StepShape(8, 1, context) for context in (512, 2048, 8192))
 PROMPTS = tuple(StepShape(1, tokens, tokens) for tokens in (64, 256, 1024))
 SHAPES = BATCHES + CONTEXTS + PROMPTS
