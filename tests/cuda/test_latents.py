@@ -64,6 +64,7 @@ def test_preempted_text_is_stocks(stock_greedy, kind):
         assert cache_shapes(model) == {((1, 64), (1, 512))}
 
 
+@pytest.mark.slow
 def test_other_weights_are_seen(model, stock_greedy):
     other = build_tiny("deepseek_v3", seed=1, **FIELDS)
     prompts = random_prompts((9,))
@@ -75,6 +76,7 @@ def test_other_weights_are_seen(model, stock_greedy):
     Case(model, prompts, [stock_greedy(model, prompts[0], NEW)], NEW).check(after)
 
 
+@pytest.mark.slow
 def test_what_has_no_kernel_is_expanded(stock_greedy):
     model = build_tiny("deepseek_v3", num_hidden_layers=2)
     prompts = random_prompts((9,))
