@@ -137,7 +137,7 @@ inline Vec16 hidden_from(Vec16 values, int count) {
   return load16(lanes);
 }
 
-// Keeps the largest logit of each row and its first index. Panels come in ascending order within a share.
+// Keeps the largest logit of each row and its first index, in whatever order the panels come.
 template <class T>
 struct HeadEpilogue {
   const HeadOp& op;
@@ -163,7 +163,8 @@ struct HeadEpilogue {
  private:
   void keep_best(int64_t row, int first_column, const Vec16 (&values)[kPanelVectors]) const {
     float largest = largest16(max16(max16(values[0], values[1]), max16(values[2], values[3])));
-    if (!(largest > best[row])) return;
+    bool is_later = largest == best[row] && first_column >= best_index[row];
+    if (!(largest >= best[row]) || is_later) return;
     best[row] = largest;
     int v = 0;
     while (!equal_mask16(values[v], splat16(largest))) v++;

@@ -39,6 +39,7 @@ struct Program {
   std::vector<Buffer> buffers;
   std::vector<RotaryTable> tables;
   std::vector<AttentionWork> attention;
+  std::vector<UnitRange> units;
   std::vector<SharedPlan> plans;
   int64_t chosen_experts = 0;  // of a token, at most
   std::vector<int32_t> routing_indices;
@@ -125,6 +126,7 @@ bool Program::reserve(const Step& step) {
   best_logit.resize(std::max<size_t>(best_logit.size(), step.threads * step.samples));
   best_index.resize(best_logit.size());
   reserve_bounds(step.threads);
+  units.resize(std::max(units.size(), ops.size() * step.threads));
   return true;
 }
 
@@ -195,14 +197,17 @@ int Program::plan_attention(const Step& step) {
   return HFP_OK;
 }
 
-// The shares of the head lie in ascending column order, so the first of equal logits is that of the first thread.
+// The largest logit that any thread has found, the first of equal ones.
 void merge_argmax(const Run& run, int threads) {
   int64_t samples = run.step->samples;
   for (int64_t i = 0; i < samples; i++) {
-    int best = 0;
-    for (int t = 1; t < threads; t++)
-      if (run.best_logit[t * samples + i] > run.best_logit[best * samples + i]) best = t;
-    run.step->argmax[i] = run.best_index[best * samples + i];
+    int64_t best = i;
+    for (int64_t other = i + samples; other < threads * samples; other += samples) {
+      bool is_larger = run.best_logit[other] > run.best_logit[best];
+      bool is_earlier = run.best_logit[other] == run.best_logit[best] && run.best_index[other] < run.best_index[best];
+      if (is_larger || is_earlier) best = other;
+    }
+    run.step->argmax[i] = run.best_index[best];
   }
 }
 
@@ -216,9 +221,9 @@ void Program::run(Step& step) {
   auto run_share = HFP_PICK_VARIANT(run_share);
   Barrier barrier = {};
   double cpu_seconds = 0;
-  Run run = {&step,    ops.data(),       buffers.data(), tables.data(),     type,
-             &barrier, attention.data(), routing,        best_logit.data(), best_index.data(),
-             bounds};
+  Run run = {&step,    ops.data(),       buffers.data(), tables.data(), type,
+             &barrier, attention.data(), units.data(),   routing,       best_logit.data(),
+             best_index.data(), bounds};
 #if defined(_OPENMP)
 #pragma omp parallel num_threads(step.threads) reduction(+ : cpu_seconds)
   {

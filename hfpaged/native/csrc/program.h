@@ -233,6 +233,11 @@ struct AttentionWork {
   int32_t next;     // the first item that no thread took yet
 };
 
+// What is left of the units of an operation that one thread begins with (program_units.h).
+struct UnitRange {
+  uint64_t bounds;  // the first unit left in the lower half, the end in the upper one
+};
+
 // Which experts the tokens of the current layer go to. A pair is one token and one of its experts.
 struct Routing {
   int32_t* experts;    // [tokens, chosen], ascending in each row
@@ -252,6 +257,7 @@ struct Run {
   HfpDtype type;  // element type of the buffers, the weights and the cache
   Barrier* barrier;
   AttentionWork* attention;  // [ops], filled in for attention operations
+  UnitRange* units;          // [ops, threads]
   Routing routing;
   float* best_logit;         // [threads, samples]
   int64_t* best_index;       // [threads, samples]
@@ -259,6 +265,8 @@ struct Run {
 
   HFP_ALWAYS_INLINE int64_t rows(RowSet set) const { return set == RowSet::kTokens ? step->tokens : step->samples; }
   HFP_ALWAYS_INLINE int64_t rows(int32_t buffer) const { return rows(buffers[buffer].rows); }
+  // The ranges that the threads begin with in an operation.
+  HFP_ALWAYS_INLINE UnitRange* units_of(int32_t op, Share share) const { return units + int64_t(op) * share.count; }
 };
 
 }  // namespace hfp

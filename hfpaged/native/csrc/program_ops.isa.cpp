@@ -7,6 +7,7 @@
 #include "ops_rotary.h"
 #include "ops_routing.h"
 #include "program_barrier.h"
+#include "program_units.h"
 
 namespace hfp {
 namespace HFP_ISA {
@@ -88,21 +89,32 @@ InputRows<T> input_rows(const Run& run, int32_t buffer) {
   return {reinterpret_cast<const T*>(in.data), in.stride, static_cast<int>(run.rows(buffer))};
 }
 
+// Units [begin, end) of a product.
 template <class T>
-void product(const Run& run, const ProductOp& op, const char* next, Share share) {
+void product(const Run& run, const ProductOp& op, int64_t begin, int64_t end, const char* next) {
   InputRows<T> in = input_rows<T>(run, op.in);
   OutputRows<T> out = output_rows<T>(run.buffers[op.out], op.out_width);
   switch (op.epilogue) {
     case Epilogue::kStore:
-      return multiply<T>(in, op.weight, share, next, StoreEpilogue<T>{op.weight, out, op.activation});
+      return multiply<T>(in, op.weight, begin, end, next, StoreEpilogue<T>{op.weight, out, op.activation});
     case Epilogue::kGated:
-      return multiply<T>(in, op.weight, share, next, GatedEpilogue<T>{op.weight, out, op.activation});
+      return multiply<T>(in, op.weight, begin, end, next, GatedEpilogue<T>{op.weight, out, op.activation});
     case Epilogue::kResidual: {
       OutputRows<const T> other = {nullptr, 0, 0};
       if (op.other >= 0) other = output_rows<const T>(run.buffers[op.other], op.out_width);
-      return multiply<T>(in, op.weight, share, next, ResidualEpilogue<T>{op.weight, out, op.multiplier, other});
+      return multiply<T>(in, op.weight, begin, end, next, ResidualEpilogue<T>{op.weight, out, op.multiplier, other});
     }
   }
+}
+
+template <class T>
+void product(const Run& run, int32_t index, Share share) {
+  const ProductOp& op = run.ops[index].product;
+  int64_t own_end = share.end(units_of<T>(run.rows(op.in), op.weight).count);
+  const char* next = first_panel_of_next_product(run, index, share);
+  work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
+    product<T>(run, op, begin, end, end == own_end ? next : nullptr);
+  });
 }
 
 // The bits of an element, as the cache stores them.
@@ -139,13 +151,13 @@ void store_key_and_value(const Step& step, const AttentionShape& shape, int64_t 
               shape.value_dim);
 }
 
+// Heads [begin, end) of queries and keys, of one token after the other.
 template <class T>
-void rotate_and_store(const Run& run, const RotateAndStoreOp& op, Share share) {
+void rotate_and_store(const Run& run, const RotateAndStoreOp& op, int64_t begin, int64_t end) {
   const AttentionShape& shape = op.shape;
   const Step& step = *run.step;
   int heads = shape.heads + shape.kv_heads;
-  int64_t items = step.tokens * heads;
-  for (int64_t item = share.begin(items); item < share.end(items); item++) {
+  for (int64_t item = begin; item < end; item++) {
     int64_t token = item / heads;
     int head = static_cast<int>(item % heads), kv_head = head - shape.heads;
     T* row = row_of<T>(run.buffers[op.qkv], token);
@@ -186,7 +198,8 @@ bool screened_head(const Run& run, const HeadOp& op, const InputRows<T>& in, Sha
 }
 
 template <class T>
-void head(const Run& run, const HeadOp& op, Share share) {
+void head(const Run& run, int32_t index, Share share) {
+  const HeadOp& op = run.ops[index].head;
   int64_t samples = run.step->samples;
   float* best = run.best_logit + share.index * samples;
   int64_t* best_index = run.best_index + share.index * samples;
@@ -197,7 +210,9 @@ void head(const Run& run, const HeadOp& op, Share share) {
   InputRows<T> in = input_rows<T>(run, op.in);
   HeadEpilogue<T> epilogue = {op, best, best_index, run.step->logits};
   if (is_screened(run, op) && screened_head(run, op, in, share, epilogue)) return;
-  multiply<T>(in, op.weight, share, nullptr, epilogue);
+  work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
+    multiply<T>(in, op.weight, begin, end, nullptr, epilogue);
+  });
 }
 
 template <class T>
@@ -281,11 +296,13 @@ void run_op(const Run& run, int32_t index, Share share) {
   switch (op.kind) {
     case OpKind::kEmbed: return embed<T>(run, op.embed, share);
     case OpKind::kNorm: return norm<T>(run, op.norm, share);
-    case OpKind::kProduct:
-      return product<T>(run, op.product, first_panel_of_next_product(run, index, share), share);
-    case OpKind::kRotateAndStore: return rotate_and_store<T>(run, op.rotate, share);
+    case OpKind::kProduct: return product<T>(run, index, share);
+    case OpKind::kRotateAndStore:
+      return work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
+        rotate_and_store<T>(run, op.rotate, begin, end);
+      });
     case OpKind::kAttention: return attend(run.attention[index]);
-    case OpKind::kHead: return head<T>(run, op.head, share);
+    case OpKind::kHead: return head<T>(run, index, share);
     case OpKind::kRoute: return route<T>(run, op.route, share);
     case OpKind::kOrderPairs:
       if (share.index == 0) order_pairs(run.routing, op.order, run.step->tokens);
@@ -296,21 +313,49 @@ void run_op(const Run& run, int32_t index, Share share) {
   }
 }
 
-}  // namespace
+// Units of an operation that threads take from each other; 0: each does its share.
+template <class T>
+int64_t shared_units(const Run& run, const Op& op) {
+  switch (op.kind) {
+    case OpKind::kProduct: return units_of<T>(run.rows(op.product.in), op.product.weight).count;
+    case OpKind::kHead: return units_of<T>(run.rows(op.head.in), op.head.weight).count;
+    case OpKind::kRotateAndStore: return run.step->tokens * (op.rotate.shape.heads + op.rotate.shape.kv_heads);
+    default: return 0;
+  }
+}
 
-void run_share(const Run& run, Share share) {
+// Gives this thread its range of the units of every operation.
+template <class T>
+void deal_units(const Run& run, Share share) {
+  for (int32_t index = run.step->first_op; index < run.step->end_op; index++) {
+    int64_t units = shared_units<T>(run, run.ops[index]);
+    run.units_of(index, share)[share.index].bounds =
+        packed({uint32_t(share.begin(units)), uint32_t(share.end(units))});
+  }
+}
+
+template <class T>
+void run_ops(const Run& run, Share share) {
   double* op_seconds = share.index == 0 ? run.step->op_seconds : nullptr;
+  deal_units<T>(run, share);
+  wait_for_all(run.barrier);
   double began = op_seconds ? seconds_now() : 0;
   for (int32_t index = run.step->first_op; index < run.step->end_op; index++) {
-    if (run.type == HFP_FP32) run_op<float>(run, index, share);
-    else if (run.type == HFP_BF16) run_op<bf16>(run, index, share);
-    else run_op<fp16>(run, index, share);
+    run_op<T>(run, index, share);
     wait_for_all(run.barrier);
     if (!op_seconds) continue;
     double ended = seconds_now();
     op_seconds[index] += ended - began;
     began = ended;
   }
+}
+
+}  // namespace
+
+void run_share(const Run& run, Share share) {
+  if (run.type == HFP_FP32) run_ops<float>(run, share);
+  else if (run.type == HFP_BF16) run_ops<bf16>(run, share);
+  else run_ops<fp16>(run, share);
 }
 
 }  // namespace HFP_ISA
