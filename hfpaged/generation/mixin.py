@@ -2,6 +2,7 @@
 
 Transformers does all preparation (config merging, lengths, expansion, processors, criteria) and then looks the
 decoding method up on the class. Only those methods are overridden; whatever the engine does not take goes on to stock.
+Around `generate` itself there is no more than the care for who reads from the streamer of a call that fails.
 """
 
 from __future__ import annotations
