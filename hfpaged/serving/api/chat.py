@@ -14,7 +14,8 @@ from hfpaged.serving.api.errors import unsupported
 from hfpaged.serving.api.generation import Generation, Piece, merged
 from hfpaged.serving.api.responses import ERRORS, ChatCompletion, whole_or_streamed
 from hfpaged.serving.api.schemas import ChatBody
-from hfpaged.serving.api.server_state import ServerState, log_user, stamp, state_of, token_text
+from hfpaged.serving.api.scored_tokens import json_logprob, token_text
+from hfpaged.serving.api.server_state import ServerState, log_user, stamp, state_of
 from hfpaged.serving.chat.tool_parser import Parsed, ToolCall, ToolFormat, ToolParser
 
 router = APIRouter()
@@ -161,4 +162,4 @@ class ChatAnswer(Answer):
 
     def _scored(self, token: int, logprob: float) -> dict[str, Any]:
         text = token_text(self._state.tokenizer, token)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode(errors="replace"))}
+        return {"token": text, "logprob": json_logprob(logprob), "bytes": list(text.encode(errors="replace"))}

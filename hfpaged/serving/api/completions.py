@@ -14,7 +14,8 @@ from hfpaged.serving.api.errors import unsupported
 from hfpaged.serving.api.generation import Generation, Piece, merged
 from hfpaged.serving.api.responses import ERRORS, Completion, whole_or_streamed
 from hfpaged.serving.api.schemas import CompletionBody
-from hfpaged.serving.api.server_state import ServerState, log_user, stamp, state_of, token_text
+from hfpaged.serving.api.scored_tokens import json_logprob, token_text
+from hfpaged.serving.api.server_state import ServerState, log_user, stamp, state_of
 
 router = APIRouter()
 
@@ -108,14 +109,14 @@ class CompletionAnswer(Answer):
             self._offsets[piece.index] += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [one.logprob for one in piece.logprobs],
+            "token_logprobs": [json_logprob(one.logprob) for one in piece.logprobs],
             "top_logprobs": [self._top(one) for one in piece.logprobs],
             "text_offset": offsets,
         }
 
     def _top(self, one: TokenLogprob) -> dict[str, float]:
         # The likeliest of tokens that look the same.
-        return {token_text(self._state.tokenizer, token): logprob for token, logprob in reversed(one.top)}
+        return {token_text(self._state.tokenizer, token): json_logprob(logprob) for token, logprob in reversed(one.top)}
 
 
 def _joined(before: dict[str, Any] | None, after: dict[str, Any] | None) -> dict[str, Any] | None:

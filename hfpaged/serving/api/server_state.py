@@ -149,11 +149,6 @@ def log_user(request: Request, body: SamplingBody) -> None:
         request.state.log["user"] = body.user
 
 
-def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """How a single token is shown."""
-    return tokenizer.decode([token], skip_special_tokens=False)
-
-
 def stamp(prefix: str, request: Request) -> dict[str, Any]:
     """Id and time of an answer."""
     return {"id": f"{prefix}-{request.state.log['request_id']}", "created": int(time.time())}
