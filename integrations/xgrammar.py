@@ -32,9 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def answers() -> list[str]:
         # The processor keeps one matcher a row and serves one call.
         processor = processors.LogitsProcessor(grammars)
-        out = model.generate(
-            **inputs, max_new_tokens=parsed.new_tokens, do_sample=False, logits_processor=[processor]
-        )
+        out = model.generate(**inputs, max_new_tokens=parsed.new_tokens, do_sample=False, logits_processor=[processor])
         return tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
     stock = answers()

@@ -200,8 +200,7 @@ def _leave_to_stock(engine: Engine | None, call: GenerateCall, reason: str) -> N
         ignored.remove("adapter")  # PEFT's hooks see to it
     if ignored:
         raise UnsupportedOptionError(
-            f"hfpaged={{{ignored[0]!r}: ...}} means nothing to Transformers' own code, "
-            f"which this call needs ({reason})"
+            f"hfpaged={{{ignored[0]!r}: ...}} means nothing to Transformers' own code, which this call needs ({reason})"
         )
     engine.counters.fallbacks[reason] += 1
 

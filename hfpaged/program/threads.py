@@ -98,7 +98,8 @@ class _SizeClass:
         up, down = min(self._limit, now + max(1, now // 2)), max(1, now - max(1, now // 3))
         if self._had_cpu > _UNDISTURBED:
             down = now
-        return (up if self._upward else down) if up > now > down else up if up > now else down
+        others = [count for count in (up, down) if count != now] or [now]
+        return others[0 if self._upward else -1]
 
     def record(self, time: float, had_cpu: float) -> None:
         """A step on `threads` threads took this time, and they had the CPU for that part of it."""

@@ -212,9 +212,7 @@ class GenerationHandle:
             self._async_waiters.append((loop, future))
         await future
 
-    def _wait_for(
-        self, news: threading.Condition, predicate: Callable[[], bool], timeout: float | None = None
-    ) -> bool:
+    def _wait_for(self, news: threading.Condition, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `predicate()` holds, which `news` tells of, or `timeout` seconds. Returns whether it does."""
         with news:
             if not predicate():

@@ -11,7 +11,7 @@ from hfpaged.runtime.step import LayerKV, SeenLayer
 
 BlockContent = list[torch.Tensor]
 # NumPy has no bfloat16 and no 8-bit floats; moving them takes no more than their size.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class KVCache:

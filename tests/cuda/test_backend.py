@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from native.paged_problem import PagedProblem, Piece, assert_matches, last_tokens, whole
-from standin.fake_flashinfer import Misuse
+from standin.contract import Misuse
 
 from hfpaged.errors import ConfigError, UnsupportedModelError
 from hfpaged.runtime.attention.flashinfer_backend import FlashInferBackend

@@ -10,7 +10,7 @@ import torch
 from batches import alone, random_prompts
 from engine.hooks import WAIT_SECONDS, paused
 from families import build_tiny
-from standin.fake_flashinfer import Misuse
+from standin.contract import Misuse
 from transformers import LlamaModel
 
 import hfpaged

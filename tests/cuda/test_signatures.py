@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from standin import fake_flashinfer, fake_mla
+from standin import fake_kernels, fake_mla, fake_wrappers
 
 flashinfer = pytest.importorskip("flashinfer")
 
@@ -21,12 +21,12 @@ def parameters(function):
 
 
 @pytest.mark.parametrize("method", ["__init__", "plan", "run"])
-@pytest.mark.parametrize("wrapper", [wrapper.__name__ for wrapper in fake_flashinfer.WRAPPERS])
+@pytest.mark.parametrize("wrapper", [wrapper.__name__ for wrapper in fake_wrappers.WRAPPERS])
 def test_wrappers(wrapper, method):
     real = getattr(flashinfer, wrapper)
     # The decode wrapper's plan takes what its implementation takes, and deprecated positional arguments.
     real_method = getattr(real, f"_{method}_impl", None) or getattr(real, method)
-    fake_method = getattr(getattr(fake_flashinfer, wrapper), method)
+    fake_method = getattr(getattr(fake_wrappers, wrapper), method)
     assert parameters(fake_method) == parameters(real_method)
 
 
@@ -35,9 +35,9 @@ def test_wrappers(wrapper, method):
     [
         (place, function)
         for place, functions in (
-            ("norm", fake_flashinfer.NORMS),
-            ("activation", fake_flashinfer.ACTIVATIONS),
-            ("rope", fake_flashinfer.ROTATIONS),
+            ("norm", fake_kernels.NORMS),
+            ("activation", fake_kernels.ACTIVATIONS),
+            ("rope", fake_kernels.ROTATIONS),
         )
         for function in functions
     ],
@@ -58,4 +58,4 @@ def test_the_tables_for_latents():
 
 
 def test_merging():
-    assert parameters(fake_flashinfer.merge_state) == parameters(flashinfer.merge_state)
+    assert parameters(fake_kernels.merge_state) == parameters(flashinfer.merge_state)

@@ -240,9 +240,7 @@ ARGUMENTS: dict[str, Probe] = {
     "stopping_criteria": Probe(lambda scene: {"stopping_criteria": [StopOneRow([3])]}),
     "prefix_allowed_tokens_fn": Probe(lambda scene: {"prefix_allowed_tokens_fn": AllowedTokens()}),
     "synced_gpus": silent({"synced_gpus": False}, "there is one process"),
-    "assistant_model": Probe(
-        lambda scene: {"assistant_model": scene.assistant}, SILENT, "speculation changes no text"
-    ),
+    "assistant_model": Probe(lambda scene: {"assistant_model": scene.assistant}, SILENT, "speculation changes no text"),
     "streamer": Probe(lambda scene: {"streamer": GlobalStreamer()}, SILENT, "it only listens"),
     "negative_prompt_ids": Probe({"negative_prompt_ids": torch.tensor([[5, 6, 7]])}, needs={"guidance_scale": 2.5}),
     "negative_prompt_attention_mask": Probe(

@@ -16,7 +16,7 @@ SHAPE = LayerShape(num_kv_heads=2, key_dim=4, value_dim=6)
 BLOCKS = 6
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("backend", [NativeBackend, TorchBackend])
 def test_copied_blocks_are_equal_and_the_others_as_before(backend, dtype):
     device = torch.device("cpu")

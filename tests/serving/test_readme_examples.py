@@ -35,8 +35,10 @@ def test_the_openai_example(server) -> None:
     code = next(text for text in examples("python") if "OpenAI" in text)
     code = code.replace("http://127.0.0.1:8000", server.url).replace(MODEL, "tiny")
     printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), {})
+    # It samples without a seed, and the tiny model may begin with the end.
+    for _ in range(5):
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "README.md", "exec"), {})
     assert printed.getvalue()
 
 

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for a GPU that is not here. Prints the shared memory of each variant as JSON.
 
-    compile_triton.py sm_90 bf16 "[[128, 128]]"
+compile_triton.py sm_90 bf16 "[[128, 128]]"
 """
 
 from __future__ import annotations

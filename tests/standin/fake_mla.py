@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from standin.fake_flashinfer import Tables, Wrapper, require
+from standin.contract import Tables, require
+from standin.fake_wrappers import Wrapper
 
 RANK, ROPE_DIM = 512, 64
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import pytest
 from standin.fake_accelerator import FakeAccelerator
-from standin.fake_flashinfer import DTYPES, fake_flashinfer
+from standin.fake_flashinfer import fake_flashinfer
+from standin.fake_wrappers import DTYPES
 
 from hfpaged.runtime import workspace
 from hfpaged.runtime.attention import flashinfer_backend, flashinfer_probe

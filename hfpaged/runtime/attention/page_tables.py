@@ -122,9 +122,7 @@ def divided(batch: StepBatch, prefixes: SharedPrefixes) -> tuple[PageArrays, Pag
     return shared, rest
 
 
-def compressed(
-    batch: StepBatch, skipped: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def compressed(batch: StepBatch, skipped: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(page_start [R + 1], last_page_len [R], pages) of a batch, int32.
 
     Args:

@@ -39,9 +39,7 @@ def _try(
     backend = backend_class(device, dtype, block_size)
     generator = torch.Generator().manual_seed(1)
     dims = (shape.key_dim, shape.key_dim, shape.value_dim)
-    query, key, value = (
-        torch.randn(5, shape.num_kv_heads, dim, generator=generator).to(device, dtype) for dim in dims
-    )
+    query, key, value = (torch.randn(5, shape.num_kv_heads, dim, generator=generator).to(device, dtype) for dim in dims)
     if isinstance(shape, LatentShape):
         value = key[..., : shape.value_dim]
     params = AttentionParams(shape.key_dim**-0.5)

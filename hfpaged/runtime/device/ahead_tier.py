@@ -49,9 +49,7 @@ class AheadTier(Tier):
         self._drawn = torch.zeros(most_drawn, dtype=torch.int64, device=self._accelerator.device)
         self._replayed_steps = 0
         recorder = PieceRecorder(self._accelerator, view.model, view.step.layers, state.applied)
-        self.captured = CapturedSteps(
-            self._accelerator, backend, recorder, self._forward, self._weights, padding_block
-        )
+        self.captured = CapturedSteps(self._accelerator, backend, recorder, self._forward, self._weights, padding_block)
 
     def run(self, batch: StepBatch, want_logits: bool) -> StepOutput:
         """See `Tier.run`. The output is on the device, may not be there yet, and holds until the next run."""
