@@ -96,7 +96,9 @@ def returned_cache(
     """The cache of generated sequences [B, L + steps], whose prompts had the mask [B, L] (None: all ones)."""
     ids = sequences[:, :-1]
     if prompt_mask is not None:
-        # As in stock, everything behind the prompt counts as text, the padding of ended rows included.
+        # As in stock, everything behind the prompt counts as text, the padding of ended rows included. There is less
+        # than the prompt if nothing was generated.
+        prompt_mask = prompt_mask[:, : ids.shape[1]]
         new = ids.shape[1] - prompt_mask.shape[1]
         prompt_mask = torch.cat([prompt_mask, prompt_mask.new_ones(len(prompt_mask), new)], dim=1)
     return ReturnedCache(model, ids, prompt_mask)

@@ -52,9 +52,11 @@ def test_mode_with_all_outputs(family, mode):
 @pytest.mark.parametrize("seed", [0, 1], ids=["the same weights", "other weights"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 1}], ids=["greedy", "sample"])
 def test_assistant(family, options, seed):
+    """With one token to draw from, the text is that without an assistant. Transformers 5.17's own code fails with
+    one whose attention has windows."""
     assistant = build_tiny(family.stock.config.model_type, seed=seed)
-    expected, got = both(family, PROMPTS[2:], assistant_model=assistant, **options)
-    assert torch.equal(got, expected)
+    call = {**left_padded(PROMPTS[2:]), **OPTIONS, **options}
+    assert torch.equal(family.paged.generate(**call, assistant_model=assistant), family.stock.generate(**call))
 
 
 def test_guesses_stop_at_an_end_token(family):
