@@ -10,11 +10,19 @@ import transformers
 
 
 @contextlib.contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """PyTorch on so many threads, for the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
 def small_and_quiet() -> Iterator[None]:
     """PyTorch on one thread and Transformers' warnings (no end token, for example) off, for the block."""
-    threads, verbosity = torch.get_num_threads(), transformers.logging.get_verbosity()
-    torch.set_num_threads(1)
+    verbosity = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    yield
+    with torch_threads(1):
+        yield
     transformers.logging.set_verbosity(verbosity)
-    torch.set_num_threads(threads)

@@ -49,8 +49,16 @@ def choose_tier(
     Raises:
         ConfigError: the named tier cannot run this model; the message says why.
     """
+
+    def by_modules(reason: str) -> TierChoice:
+        """The model's own modules: called step by step, or a step ahead of a device that works behind the host."""
+        if not isinstance(backend, AheadBackend):
+            return TierChoice(ModuleTier(view, backend, state), reason)
+        most_drawn = most_drawn_ahead(config)
+        return TierChoice(AheadTier(view, backend, state, cache.num_blocks, most_drawn, fusions), reason)
+
     if config.tier == "modules":
-        return TierChoice(_module_tier(config, view, backend, cache, state, fusions), ASKED_FOR)
+        return by_modules(ASKED_FOR)
     # A container's CPU quota may be less than the cores that PyTorch counts.
     threads = min(torch.get_num_threads(), usable_cpus())
     builders = {
@@ -72,21 +80,7 @@ def choose_tier(
     if config.packed_only:
         raise ConfigError(f"packed_only=True needs packed weights, which this model cannot run on: {reason}")
     logger.info("hfpaged runs %s by its modules: %s", type(view.model).__name__, reason)
-    return TierChoice(_module_tier(config, view, backend, cache, state, fusions), reason)
-
-
-def _module_tier(
-    config: EngineConfig,
-    view: EngineView,
-    backend: AttentionBackend,
-    cache: KVCache,
-    state: ThreadState,
-    fusions: FusionRegistry,
-) -> Tier:
-    """The model's own modules: called step by step, or a step ahead of a device that works behind the host."""
-    if isinstance(backend, AheadBackend):
-        return AheadTier(view, backend, state, cache.num_blocks, most_drawn_ahead(config), fusions)
-    return ModuleTier(view, backend, state)
+    return by_modules(reason)
 
 
 def most_drawn_ahead(config: EngineConfig) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import GREEDY, assert_stock_text, greedy
+from quiet import torch_threads
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hfpaged
@@ -26,10 +27,8 @@ REPACK_SECONDS = 0.3  # of SmolLM2 in float32: its 540 MB are read and written o
 
 @pytest.fixture(scope="module", autouse=True)
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        yield
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 from engine.hooks import after_each_step, used_blocks
+from quiet import torch_threads
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hfpaged
@@ -32,10 +33,8 @@ GREEDY = {"do_sample": False, "eos_token_id": None}
 
 @pytest.fixture(scope="module", autouse=True)
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(2):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 
 import pytest
-import torch
+from quiet import torch_threads
 
 from hfpaged.native import build, library
 
@@ -25,10 +25,8 @@ def kernels() -> ctypes.CDLL:
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Tests that want more threads ask for them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(params=library.ISAS)

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Iterator
 
 import pytest
-import torch
+from quiet import torch_threads
 
 from hfpaged.native import library
 
@@ -23,10 +23,8 @@ def kernels() -> ctypes.CDLL:
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> Iterator[None]:
     """Tiny models in torch are slower on two threads; the programs have threads of their own."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(params=library.ISAS)

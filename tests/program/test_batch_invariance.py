@@ -38,7 +38,7 @@ class Alone:
         """The last logits of a request, which is the text in its row, are those of the text alone."""
         assert torch.equal(request.logits[-1], self.logits[request.row][request.done - 1])
 
-    def sweep(
+    def assert_no_bit_changes(
         self, program: StepProgram, chunk: int, block_size: int = 16, batch_sizes: Sequence[int] = BATCH_SIZES
     ) -> None:
         """Steps of these batch sizes, of at most `chunk` tokens a request, change no bit of any logits."""
@@ -68,18 +68,18 @@ def alone(request) -> Alone:
 
 @pytest.mark.parametrize("chunk", [1, 5, 64])
 def test_no_batch_size_and_no_chunk_changes_a_bit(alone, chunk):
-    alone.sweep(alone.program, chunk)
+    alone.assert_no_bit_changes(alone.program, chunk)
 
 
 @pytest.mark.parametrize("threads", [2, 3, 4])
 def test_no_number_of_threads_changes_a_bit(alone, threads):
     program = StepProgram.build(alone.model, threads, min_thread_seconds=0)
-    alone.sweep(program, chunk=17, batch_sizes=BATCH_SIZES[::7])
+    alone.assert_no_bit_changes(program, chunk=17, batch_sizes=BATCH_SIZES[::7])
 
 
 @pytest.mark.parametrize("block_size", [32, 64])
 def test_no_block_size_changes_a_bit(alone, block_size):
-    alone.sweep(alone.program, chunk=16, block_size=block_size, batch_sizes=BATCH_SIZES[::7])
+    alone.assert_no_bit_changes(alone.program, chunk=16, block_size=block_size, batch_sizes=BATCH_SIZES[::7])
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_no_block_size_changes_a_bit(alone, block_size):
 def test_all_batch_sizes_with_all_chunks_on_all_threads(alone, threads):
     program = StepProgram.build(alone.model, threads, min_thread_seconds=0)
     for chunk in CHUNKS:
-        alone.sweep(program, chunk)
+        alone.assert_no_bit_changes(program, chunk)
 
 
 @pytest.fixture(scope="module")
@@ -100,4 +100,4 @@ def smollm2_alone(smollm2_path) -> Alone:
 def test_all_batch_sizes_of_smollm2(smollm2_alone, threads):
     program = StepProgram.build(smollm2_alone.model, threads, min_thread_seconds=0)
     for chunk in (1, 17):
-        smollm2_alone.sweep(program, chunk)
+        smollm2_alone.assert_no_bit_changes(program, chunk)

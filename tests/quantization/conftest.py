@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import torch
 from quantization.checkpoints import tiny_llama
+from quiet import torch_threads
 from transformers import PreTrainedModel
 
 
 @pytest.fixture(autouse=True)
 def one_torch_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with torch_threads(1):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from standin.fake_flashinfer import fake_flashinfer
 from standin.fake_wrappers import DTYPES
 
 from hfpaged.runtime import workspace
-from hfpaged.runtime.attention import flashinfer_backend, flashinfer_probe
+from hfpaged.runtime.attention import flashinfer_backend, flashinfer_probe, interface
 from hfpaged.runtime.attention.interface import KVTensors, LayerShape
 from hfpaged.runtime.attention.native_backend import NativeBackend
 
@@ -42,7 +42,7 @@ def stand_in() -> Iterator[StandIn]:
         patch.setattr(flashinfer_probe, "package_problem", lambda: None)
         patch.setattr(flashinfer_probe, "DTYPES", DTYPES)
         patch.setattr(flashinfer_backend, "machine_problem", lambda device: None)
-        patch.setattr(flashinfer_backend, "accelerator_for", lambda _: device)
+        patch.setattr(interface, "accelerator_for", lambda _: device)
         patch.setattr(backend, "device_types", frozenset({"cpu"}))
         patch.setattr(backend, "allocate", allocate_poisoned)
         patch.setattr(NativeBackend, "device_types", frozenset())

@@ -13,7 +13,7 @@ import torch
 from standin.fake_accelerator import FakeAccelerator
 
 from hfpaged.runtime import workspace
-from hfpaged.runtime.attention import triton_backend, triton_launch
+from hfpaged.runtime.attention import interface, triton_backend, triton_launch
 from hfpaged.runtime.attention.interface import KVTensors, LayerShape
 from hfpaged.runtime.attention.native_backend import NativeBackend
 
@@ -72,7 +72,7 @@ def triton_machine() -> Iterator[FakeAccelerator]:
 
     with interpreted(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "machine_problem", lambda *_: None)
-        patch.setattr(triton_backend, "accelerator_for", lambda _: device)
+        patch.setattr(interface, "accelerator_for", lambda _: device)
         patch.setattr(triton_launch, "write", recordable(write))
         patch.setattr(triton_launch, "attend", recordable(attend))
         # Every program takes its time, also one with nothing to do.

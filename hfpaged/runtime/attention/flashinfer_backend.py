@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
-from hfpaged.errors import ConfigError
 from hfpaged.runtime.attention import flashinfer_cascade, flashinfer_latent
 from hfpaged.runtime.attention.flashinfer_cascade import DividedWrapper, can_divide
 from hfpaged.runtime.attention.flashinfer_latent import LatentGeometry, LatentWrapper
@@ -25,8 +24,6 @@ from hfpaged.runtime.attention.page_tables import DividedTables, PageTables, Pag
 from hfpaged.runtime.attention.shared_prefixes import SharedPrefixes, find_shared_prefixes
 from hfpaged.runtime.attention.trial import trial_problem
 from hfpaged.runtime.batch import StepBatch
-from hfpaged.runtime.device.accelerator import accelerator_for
-from hfpaged.runtime.device.staging import PinnedRing
 
 WORKSPACE_BYTES = 128 << 20
 # What a captured step may read at most. A step with more pages than this runs uncaptured.
@@ -48,9 +45,7 @@ class FlashInferBackend(AheadBackend):
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int):
         super().__init__(device, dtype, block_size)
-        self.accelerator = accelerator_for(device)
         self._writer = PageTableWriter(self.accelerator)
-        self._slot_ring = PinnedRing(self.accelerator, torch.int64)
         self._setting = Setting(
             self.accelerator,
             torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device),
@@ -103,15 +98,9 @@ class FlashInferBackend(AheadBackend):
         self._value_dims[value.data_ptr()] = shape.value_dim
         return key, value
 
-    def begin(self, batch: StepBatch) -> None:
-        """See `AttentionBackend.begin`."""
-        (slots,) = self._slot_ring.upload((batch.slots,))
-        self.begin_ahead(batch, slots)
-
     def begin_ahead(self, batch: StepBatch, slots: torch.Tensor, captured_size: int | None = None) -> None:
         """See `AheadBackend.begin_ahead`."""
-        if batch.block_size != self.block_size:
-            raise ConfigError(f"a batch of block size {batch.block_size} for a cache of block size {self.block_size}")
+        self.require_same_blocks(batch)
         prefixes = self._worthwhile_prefixes(batch) if captured_size is None else None
         self.shared_prefix_steps += prefixes is not None
         self._tables, self._divided = self._writer.write(batch, prefixes)

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from hfpaged.errors import ConfigError
+from hfpaged.runtime.device.accelerator import accelerator_for
+from hfpaged.runtime.device.staging import PinnedRing
+
 if TYPE_CHECKING:
     from hfpaged.runtime.batch import StepBatch
-    from hfpaged.runtime.device.accelerator import Accelerator
 
 KVTensors = tuple[torch.Tensor, torch.Tensor]
 
@@ -97,6 +100,11 @@ class AttentionBackend(ABC):
     def begin(self, batch: StepBatch) -> None:
         """Prepare a step. `batch` and its arrays stay unchanged until the next call."""
 
+    def require_same_blocks(self, batch: StepBatch) -> None:
+        """Raise ConfigError if the batch's tables are of blocks of another size than the cache."""
+        if batch.block_size != self.block_size:
+            raise ConfigError(f"a batch of block size {batch.block_size} for a cache of block size {self.block_size}")
+
     @abstractmethod
     def write(self, kv: KVTensors, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the step's new keys and values into their slots.
@@ -130,7 +138,15 @@ class AheadBackend(AttentionBackend):
         accelerator: the device.
     """
 
-    accelerator: Accelerator
+    def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int):
+        super().__init__(device, dtype, block_size)
+        self.accelerator = accelerator_for(device)
+        self._slot_ring = PinnedRing(self.accelerator, torch.int64)
+
+    def begin(self, batch: StepBatch) -> None:
+        """See `AttentionBackend.begin`."""
+        (slots,) = self._slot_ring.upload((batch.slots,))
+        self.begin_ahead(batch, slots)
 
     @abstractmethod
     def begin_ahead(self, batch: StepBatch, slots: torch.Tensor, captured_size: int | None = None) -> None:

@@ -71,8 +71,7 @@ class NativeBackend(AttentionBackend):
 
     def begin(self, batch: StepBatch) -> None:
         """See `AttentionBackend.begin`."""
-        if batch.block_size != self.block_size:
-            raise ConfigError(f"a batch of block size {batch.block_size} for a cache of block size {self.block_size}")
+        self.require_same_blocks(batch)
         self._arrays = batch
         for name in ("query_start", "context_len", "table_rows", "block_tables", "slots"):
             setattr(self._batch, name, _address(getattr(batch, name)))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hfpaged.errors import ConfigError
 from hfpaged.runtime.attention.interface import (
     AttentionBackend,
     AttentionParams,
@@ -48,8 +47,7 @@ class TorchBackend(AttentionBackend):
 
     def begin(self, batch: StepBatch) -> None:
         """See `AttentionBackend.begin`."""
-        if batch.block_size != self.block_size:
-            raise ConfigError(f"a batch of block size {batch.block_size} for a cache of block size {self.block_size}")
+        self.require_same_blocks(batch)
         self._batch = batch
         self._slots = torch.from_numpy(batch.slots).to(self.device)
 

@@ -1,4 +1,4 @@
-"""Paged attention on any GPU that Triton compiles for: NVIDIA's without FlashInfer, AMD's, Intel's."""
+"""Paged attention on any GPU that Triton compiles for: NVIDIA's without FlashInfer, and AMD's."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from hfpaged.errors import ConfigError
 from hfpaged.runtime.attention import triton_launch
 from hfpaged.runtime.attention.interface import AheadBackend, AttentionParams, KVTensors, LayerShape, lazily_zeroed
 from hfpaged.runtime.attention.tile_tables import TileTables, TileTableWriter
 from hfpaged.runtime.attention.trial import trial_problem
 from hfpaged.runtime.attention.triton_probe import machine_problem, model_problem
 from hfpaged.runtime.batch import StepBatch
-from hfpaged.runtime.device.accelerator import accelerator_for
-from hfpaged.runtime.device.staging import PinnedRing
 
 # What the tables of a captured step may take, in numbers. A step with more pages than this runs uncaptured.
 FIXED_TABLES = 1 << 18
@@ -32,9 +29,7 @@ class TritonBackend(AheadBackend):
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int):
         super().__init__(device, dtype, block_size)
-        self.accelerator = accelerator_for(device)
         self._writer = TileTableWriter(self.accelerator)
-        self._slot_ring = PinnedRing(self.accelerator, torch.int64)
         self._fixed: torch.Tensor | None = None
         self._tables: TileTables | None = None
         self._slots: torch.Tensor | None = None
@@ -55,15 +50,9 @@ class TritonBackend(AheadBackend):
         pages = (num_blocks, self.block_size, shape.num_kv_heads)
         return tuple(lazily_zeroed((*pages, dim), self.dtype, self.device) for dim in shape[1:])
 
-    def begin(self, batch: StepBatch) -> None:
-        """See `AttentionBackend.begin`."""
-        (slots,) = self._slot_ring.upload((batch.slots,))
-        self.begin_ahead(batch, slots)
-
     def begin_ahead(self, batch: StepBatch, slots: torch.Tensor, captured_size: int | None = None) -> None:
         """See `AheadBackend.begin_ahead`."""
-        if batch.block_size != self.block_size:
-            raise ConfigError(f"a batch of block size {batch.block_size} for a cache of block size {self.block_size}")
+        self.require_same_blocks(batch)
         if captured_size is not None and self._fixed is None:
             self._fixed = torch.zeros(FIXED_TABLES, dtype=torch.int32, device=self.device)
         # Captured steps of all sizes share this memory: none begins before the one before has read it.

@@ -58,6 +58,22 @@ def capped(scores, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def with_columns(highest, total, summed, scores, values, PRECISION: tl.constexpr):
+    """The state of rows, with more tokens: their scores [rows, columns] to the base 2, -inf where unseen, and values.
+
+    Returns the highest scores and the sums of weights, [rows], and the weighted sums of values, [rows, lanes].
+    """
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    # A row may not have seen anything yet.
+    base = tl.where(higher == -float("inf"), 0.0, higher)
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(highest - base)
+    total = total * decay + tl.sum(weights, 1)
+    summed = summed * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    return higher, total, summed
+
+
+@triton.jit
 def attention_kernel(
     query, key_cache, value_cache, sinks, output, partial, partial_lse,
     query_start, page_start, context_len, pages, tile_request, tile_first,
@@ -123,18 +139,11 @@ def attention_kernel(
         if WINDOW > 0:
             is_seen = is_seen & (column[None, :] > position[:, None] - WINDOW)
         scores = tl.where(is_seen, scores * LOG2E, -float("inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        # A row may not have seen anything yet.
-        base = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(highest - base)
-        highest = higher
-        total = total * decay + tl.sum(weights, 1)
         values = tl.load(
             value_cache + slot[:, None] * VALUE_DIM + value_dims[None, :],
             is_column[:, None] & (value_dims < VALUE_DIM)[None, :], other=0.0,
         )  # fmt: skip
-        summed = summed * decay[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+        highest, total, summed = with_columns(highest, total, summed, scores, values, PRECISION)
 
     total = tl.where(is_row, total, 1.0)
     result = summed / total[:, None]
