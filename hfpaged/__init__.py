@@ -4,17 +4,24 @@
     model.patch()                      # or hfpaged.patch(model)
     model.generate(**inputs)           # unchanged code, same tokens
 
-Importing the package gives every `PreTrainedModel` the methods `patch` and `unpatch`.
+Importing the package gives every `PreTrainedModel` the methods `patch` and `unpatch`. It imports neither PyTorch nor
+Transformers: the names below are imported when they are first used.
 """
 
-from transformers import PreTrainedModel
+from __future__ import annotations
 
-from hfpaged.config import EngineConfig
-from hfpaged.generation.call import CancelScope
-from hfpaged.loading import from_pretrained
-from hfpaged.patch import engine, patch, patched, unpatch, weights_changed
-from hfpaged.quantization import registration
-from hfpaged.support import support
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from hfpaged import errors as errors
+from hfpaged.extension import extend_transformers
+
+if TYPE_CHECKING:
+    from hfpaged.capabilities import support
+    from hfpaged.config import EngineConfig
+    from hfpaged.generation.call import CancelScope
+    from hfpaged.patching import engine, patch, patched, unpatch, weights_changed
+    from hfpaged.quantization.loader import from_pretrained
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +36,29 @@ __all__ = [
     "weights_changed",
 ]
 
-PreTrainedModel.patch = patch
-PreTrainedModel.unpatch = unpatch
-registration.register()
+_HOMES = {
+    "CancelScope": "hfpaged.generation.call",
+    "EngineConfig": "hfpaged.config",
+    "engine": "hfpaged.patching",
+    "from_pretrained": "hfpaged.quantization.loader",
+    "patch": "hfpaged.patching",
+    "patched": "hfpaged.patching",
+    "support": "hfpaged.capabilities",
+    "unpatch": "hfpaged.patching",
+    "weights_changed": "hfpaged.patching",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from the module where it is defined."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+extend_transformers()

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import hfpaged
 from hfpaged.generation.adapters import CarriedNames
 from hfpaged.integrations.example import load, parse, require
-from hfpaged.patch import is_patched
+from hfpaged.patching import is_patched
 
 BASE = "__base__"
 

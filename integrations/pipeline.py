@@ -19,7 +19,7 @@ from transformers import TextGenerationPipeline
 
 from hfpaged.generation.call import CancelScope
 from hfpaged.integrations.example import load, parse, show
-from hfpaged.patch import engine, is_patched, patched
+from hfpaged.patching import engine, is_patched, patched
 
 
 def paged_pipeline_class(original: type[TextGenerationPipeline]) -> type[TextGenerationPipeline]:

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hfpaged.capabilities import support
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.routing import SELF_SPECULATION, model_reason
 from hfpaged.runtime.request_spec import DraftOptions, LookupOptions
-from hfpaged.support import support
 from hfpaged.unwrap import unwrap
 
 DEFAULT_NUM_TOKENS = 20

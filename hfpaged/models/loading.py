@@ -9,8 +9,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from hfpaged.errors import InputError
-from hfpaged.loading import from_pretrained
 from hfpaged.models.default_model import default_model
+from hfpaged.quantization.loader import from_pretrained
 
 LONGEST_REASON = 240
 

@@ -1,17 +1,20 @@
-"""The quantizer that Transformers lacks: `modelopt`, registered under that name when hfpaged is imported.
+"""The quantizer that Transformers lacks: `modelopt`, registered under that name beside Transformers' own.
 
-Importing this module must stay cheap: what the quantizer needs is imported when a checkpoint is loaded.
+This module is imported while Transformers' own modules are, so it imports little: what the quantizer needs comes when a
+checkpoint is loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 METHOD = "modelopt"
 

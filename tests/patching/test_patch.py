@@ -10,12 +10,12 @@ import torch
 from families import build_tiny
 from oracle import assert_stock_text, greedy
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel, pipeline
+from transformers import GenerationMixin, LlamaForCausalLM, pipeline
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import hfpaged
 from hfpaged.errors import AlreadyPatchedError, ConfigError, EngineReleasedError, NotPatchedError
-from hfpaged.patch import is_patched
+from hfpaged.patching import is_patched
 
 
 def test_the_class_passes_every_check_of_the_original(model):
@@ -164,7 +164,3 @@ class FakeTokenizer:
 
     padding_side, pad_token_id, eos_token_id = "left", 0, 2
     _tokenizer = None
-
-
-def test_methods_are_on_every_model():
-    assert PreTrainedModel.patch is hfpaged.patch and PreTrainedModel.unpatch is hfpaged.unpatch

@@ -9,12 +9,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, TextGenerationPipeline
 
+from hfpaged.capabilities import support
 from hfpaged.config import EngineConfig
 from hfpaged.errors import AlreadyPatchedError, NotPatchedError, UnsupportedModelError
 from hfpaged.generation.engine import Engine
 from hfpaged.generation.mixin import STATE_ATTRIBUTE, PagedGenerationMixin
 from hfpaged.quantization.lazy_weights import unpack_lazy_weights
-from hfpaged.support import support
 from hfpaged.unwrap import unwrap
 
 
