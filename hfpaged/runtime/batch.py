@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hfpaged.core.plan import UNKNOWN_TOKEN, Plan
+from hfpaged.sampling.draw_table import NO_DRAWS, DrawTable
 
 # The row of the block tables that requests which only fill up a batch have.
 PADDING_ROW = 0
@@ -28,6 +29,7 @@ class StepBatch:
         block_tables: int32 [rows, width], persistent; entries beyond ceil(context_len / block_size) are stale.
         block_size: tokens per block.
         logit_rows: int64 [S], packed tokens whose logits are wanted, in plan order.
+        draws: what to draw from those logits, where a device draws.
     """
 
     token_ids: np.ndarray
@@ -40,6 +42,7 @@ class StepBatch:
     block_size: int
     logit_rows: np.ndarray
     feedback: np.ndarray
+    draws: DrawTable = NO_DRAWS
 
 
 class BlockTables:
@@ -64,7 +67,7 @@ class BlockTables:
         if row is not None:
             self._free.append(row)
 
-    def build(self, plan: Plan, drawn_at: Mapping[int, int]) -> StepBatch:
+    def build(self, plan: Plan, drawn_at: Mapping[int, int], draws: DrawTable = NO_DRAWS) -> StepBatch:
         """Update the tables by `plan` and lay its tokens out. Building the same plan again gives the same batch.
 
         Args:
@@ -95,6 +98,7 @@ class BlockTables:
             block_size=self.block_size,
             logit_rows=_last_rows(query_start[1:].astype(np.int64), wanted),
             feedback=_feedback(plan, token_ids, query_start, drawn_at),
+            draws=draws,
         )
 
     def _row(self, request_id: int) -> int:

@@ -78,7 +78,7 @@ def draw_rows(requests: Sequence[tuple[LiveRequest, range]], output: StepOutput,
         drawn = sampler.draw(logits, [row for one, rows in requests for row in _sample_rows(one, len(rows))])
     outcomes, first = [], 0
     for one, rows in requests:
-        outcomes.append(_outcome(one, drawn, range(first, first + len(rows))))
+        outcomes.append(outcome_of(one, drawn, range(first, first + len(rows))))
         first += len(rows)
     _add_logprobs(outcomes, [rows for _, rows in requests], output)
     return outcomes
@@ -107,7 +107,8 @@ def _sample_rows(live: LiveRequest, count: int) -> Iterable[SampleRow]:
     return (replace(live.row, tokens=range(length)) for length in range(known - count + 1, known + 1))
 
 
-def _outcome(live: LiveRequest, drawn: Drawn, places: range) -> Outcome:
+def outcome_of(live: LiveRequest, drawn: Drawn, places: range) -> Outcome:
+    """What the draws at `places`, one behind each guess and one more, bring a request that waits for them."""
     known = len(live.request.tokens) - len(places) + 1
     drafts = live.request.tokens[known:]
     tokens: list[int] = []

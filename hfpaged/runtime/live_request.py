@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hfpaged.core.request import Request
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
-from hfpaged.sampling.device_draw import DrawSettings
+from hfpaged.sampling.draw_table import DrawSettings
 from hfpaged.sampling.sampler import SampleRow
 
 
@@ -54,6 +54,4 @@ class LiveRequest:
             sample_index=spec.sample_index,
             keep_scores=spec.keep_scores or spec.keep_logits,
         )
-        # What is drawn from the same logits several times, or looked at, is the host's.
-        is_plain = not spec.may_speculate and spec.logprobs is None
-        return cls(spec, handle, request, row, DrawSettings.of(row) if is_plain else None)
+        return cls(spec, handle, request, row, DrawSettings.of(row) if spec.logprobs is None else None)

@@ -15,6 +15,7 @@ from hfpaged.runtime.step import SeenLayer
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.runtime.tiers import StepOutput, Tier
 from hfpaged.runtime.view import EngineView
+from hfpaged.sampling.draw_table import NO_DRAWS, DrawTable
 
 
 class Runner:
@@ -30,11 +31,12 @@ class Runner:
         self._tables = BlockTables(block_size, padding_block=cache.num_blocks)
         self._drawn_at: dict[int, int] = {}
 
-    def run(self, plan: Plan, want_logits: bool) -> StepOutput:
+    def run(self, plan: Plan, want_logits: bool, draws: DrawTable = NO_DRAWS) -> StepOutput:
         """Execute stores, copies, loads, then the forward.
 
         Args:
             want_logits: whether logits are needed; without it a tier that can may give their argmax alone.
+            draws: what a tier that works ahead of the host draws itself.
 
         Returns:
             The rows that `plan.entries` ask for (`logits_for`), in order.
@@ -42,7 +44,7 @@ class Runner:
         self._move_blocks(plan)
         if not plan.entries:
             return StepOutput(torch.empty(0, 0), None)
-        return self.tier.run(self._tables.build(plan, self._drawn_at), want_logits)
+        return self.tier.run(self._tables.build(plan, self._drawn_at, draws), want_logits)
 
     def recompute(self, plan: Plan, tier: Tier) -> StepOutput:
         """The forward of the step that `run` has just run once more, by `tier`, with logits."""

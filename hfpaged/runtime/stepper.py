@@ -26,7 +26,7 @@ from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
 from hfpaged.errors import AdapterLostError, CorruptOutputError, EngineReleasedError, FusionsDisabledError
 from hfpaged.quantization.summary import is_quantized
-from hfpaged.runtime.device.launched_step import LaunchedStep
+from hfpaged.runtime.device.launched_step import NOTHING_TO_DRAW, LaunchedStep
 from hfpaged.runtime.device.settlement import settle
 from hfpaged.runtime.draft_model import DraftModel
 from hfpaged.runtime.drawing import Outcome, draw_tokens, score_prompts, wants_logits
@@ -184,12 +184,13 @@ class Stepper:
         try:
             if workspace.adapters is not None:
                 workspace.adapters.assign(plan, {entry.id: self.live[entry.id].spec.adapter for entry in plan.entries})
-            output = workspace.runner.run(plan, wants_logits(plan, self.live))
+            draws = NOTHING_TO_DRAW if workspace.launcher is None else workspace.launcher.prepare(plan, self.live)
+            output = workspace.runner.run(plan, wants_logits(plan, self.live), draws.table)
             if self._sentinel is not None and workspace.launcher is None:
                 self._sentinel.check_numbers(workspace, plan, output)
             ran = time.perf_counter()
             if workspace.launcher is not None:
-                launched = workspace.launcher.launch(plan, self.live, output)
+                launched = workspace.launcher.launch(plan, self.live, draws, output)
             else:
                 outcomes = draw_tokens(plan, self.live, output, self._sampler)
                 if self._sentinel is not None:
@@ -269,7 +270,7 @@ class Stepper:
 
     def _commit_ahead(self, workspace: Workspace, launched: LaunchedStep) -> None:
         """Take a launched step over, and settle the one before."""
-        if launched.drawn is not None:
+        if launched.requests:
             workspace.tier.feed_back(launched.drawn)
         workspace.scheduler.commit(launched.plan, launched.sampled())
         workspace.runner.commit(launched.plan, [live.request.id for live in launched.requests])

@@ -27,10 +27,12 @@ class StepOutput(NamedTuple):
     Attributes:
         logits: [S, V] in the model's dtype or its values in fp32; None if only the argmax was asked for and is there.
         argmax: int64 [S], where the tier computes it on the way.
+        drawn: int64 [N] on the device: a token for each of `StepBatch.draws`, where the tier draws.
     """
 
     logits: torch.Tensor | None
     argmax: np.ndarray | torch.Tensor | None
+    drawn: torch.Tensor | None = None
 
 
 class Tier(ABC):

@@ -35,7 +35,8 @@ def drawn_indices(scores: Tensor, uniforms: Tensor) -> Tensor:
         cumulative = (part.double() - part.amax(dim=1, keepdim=True)).exp_().cumsum(dim=1)
         totals = cumulative[:, -1:]
         found = torch.searchsorted(cumulative, numbers.unsqueeze(1) * totals, right=True)
-        chosen.append(found.where(totals.isfinite(), -1)[:, 0])
+        # A number as an argument of the kernel: `where` would copy it to the device.
+        chosen.append(found.masked_fill_(~totals.isfinite(), -1)[:, 0])
     return torch.cat(chosen)
 
 

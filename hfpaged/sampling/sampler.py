@@ -65,9 +65,10 @@ class Drawn:
 
     @classmethod
     def of_tokens(cls, tokens: list[int]) -> Drawn:
-        """Tokens that were found elsewhere, for rows that want nothing but the argmax."""
+        """Tokens that were drawn elsewhere, for rows that want nothing else; -1 is one that could not be."""
         nothing: list[None] = [None] * len(tokens)
-        return cls(tokens, nothing, nothing, nothing)
+        errors = [InvalidScoresError(INVALID_SCORES) if token == _NO_TOKEN else None for token in tokens]
+        return cls(tokens, nothing, nothing, errors)
 
 
 class Sampler:

@@ -213,7 +213,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in _WAITING or _indexes_by_mask(function, args):
+        if function in _WAITING or _indexes_by_mask(function, args) or _copies_a_number(function, args):
             raise RuntimeError(f"{function} is not permitted when stream is capturing")
         result = function(*args, **kwargs)
         self._note_made(result, (args, kwargs))
@@ -257,6 +257,12 @@ def _indexes_by_mask(function: Any, args: Any) -> bool:
     return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
 
 
+def _copies_a_number(function: Any, args: Any) -> bool:
+    """Whether a number is made a tensor on the host, which the operation would copy to the device."""
+    numbers = (argument for argument in args if isinstance(argument, torch.Tensor) and argument.dim() == 0)
+    return function is torch.ops.aten.where.self and any(True for _ in numbers)
+
+
 def _copy_into(old: Any, new: Any) -> None:
     if isinstance(old, torch.Tensor):
         if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
@@ -288,6 +294,8 @@ class _WaitingWatch(torch.overrides.TorchFunctionMode):
             raise DeviceError(f"Tensor.{name} makes the host wait for the device")
         if name == "__getitem__" and _has_mask(args[1]):
             raise DeviceError("indexing by a mask makes the host wait for the device")
+        if name == "where" and any(isinstance(argument, (int, float)) for argument in args):
+            raise DeviceError("a number in `where` is copied to the device")
         return function(*args, **(kwargs or {}))
 
 

@@ -8,7 +8,8 @@ from transformers.utils import logging
 from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.runtime.attention.interface import AheadBackend
 from hfpaged.runtime.batch import StepBatch
-from hfpaged.runtime.device.captured_steps import CapturedSteps
+from hfpaged.runtime.device.captured_steps import CapturedSteps, StepWork
+from hfpaged.runtime.device.draws import Drawer, StepTensors
 from hfpaged.runtime.device.fused_forwards import FusedForwards
 from hfpaged.runtime.device.inputs import InputWriter, StepInputs
 from hfpaged.runtime.device.pieces import PieceRecorder
@@ -46,21 +47,23 @@ class AheadTier(Tier):
         self._fused = FusedForwards(view, backend.dtype, fusions) if state.autocast_dtype is None else None
         self._accelerator = backend.accelerator
         self._writer = InputWriter(self._accelerator)
+        self._drawer = Drawer(self._accelerator)
         self._drawn = torch.zeros(most_drawn, dtype=torch.int64, device=self._accelerator.device)
         self._replayed_steps = 0
         recorder = PieceRecorder(self._accelerator, view.model, view.step.layers, state.applied)
-        self.captured = CapturedSteps(self._accelerator, backend, recorder, self._forward, self._weights, padding_block)
+        work = StepWork(recorder, self._forward, self._weights)
+        self.captured = CapturedSteps(self._accelerator, backend, work, self._drawer, padding_block)
 
     def run(self, batch: StepBatch, want_logits: bool) -> StepOutput:
         """See `Tier.run`. The output is on the device, may not be there yet, and holds until the next run."""
-        with self._accelerator.active():
+        with self._accelerator.active(), torch.no_grad():
             found = self.captured.run(batch)
             if found is None:
                 found = self._run_uncaptured(batch)
             else:
                 self._replayed_steps += 1
-            logits, argmax = found
-            return StepOutput(logits[: len(batch.logit_rows)], argmax[: len(batch.logit_rows)])
+            rows = len(batch.logit_rows)
+            return StepOutput(found.logits[:rows], found.argmax[:rows], found.drawn)
 
     def capture_ahead(self, most_requests: int) -> int:
         """See `Tier.capture_ahead`."""
@@ -99,19 +102,21 @@ class AheadTier(Tier):
         """Captured steps read the memory that the weights were in."""
         self.captured.on_weights_changed()
 
-    def _run_uncaptured(self, batch: StepBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run_uncaptured(self, batch: StepBatch) -> StepTensors:
         inputs = self._writer.write(batch)
         self._backend.begin_ahead(batch, inputs.slots)
-        return self._forward(inputs)
+        found = self._forward(inputs)
+        return found._replace(drawn=self._drawer.draw(batch.draws, found))
 
-    def _forward(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits [S, V], their argmax int64 [S])."""
+    def _forward(self, inputs: StepInputs) -> StepTensors:
+        """The part of a step that is the same whether its rows sample or not."""
         # A draw that failed is -1: its request ends as soon as the host sees it, and until then any token will do.
         drawn = self._drawn.index_select(0, inputs.feedback.clamp_min(0)).clamp_min(0)
         token_ids = torch.where(inputs.feedback >= 0, drawn, inputs.token_ids)
         logits = self._packed(token_ids, inputs.positions, inputs.logit_rows)
         scores = logits.to(torch.float32) if logits.dtype is torch.float64 else logits
-        return logits, scores.argmax(dim=-1)
+        argmax = scores.argmax(dim=-1)
+        return StepTensors(logits, argmax, argmax.index_select(0, inputs.draw_rows))
 
     def _weights(self) -> list[torch.Tensor]:
         return [*self._view.model.parameters(), *self._view.model.buffers()]

@@ -11,6 +11,7 @@ import torch
 from hfpaged.runtime.batch import PADDING_ROW, StepBatch
 from hfpaged.runtime.device.accelerator import Accelerator
 from hfpaged.runtime.device.staging import PinnedRing
+from hfpaged.sampling.draw_table import DrawTable
 
 # Of one request, in a step that is run as if each token were one.
 MOST_SINGLE_TOKENS = 16
@@ -25,6 +26,7 @@ class StepInputs(NamedTuple):
         feedback: [T], index of the token among those that the step before drew; -1: it is in `token_ids`.
         slots: [T].
         logit_rows: [S].
+        draw_rows: [S or more], which of the wanted rows each token is drawn from; 0 behind the last of them.
     """
 
     token_ids: torch.Tensor
@@ -32,6 +34,7 @@ class StepInputs(NamedTuple):
     feedback: torch.Tensor
     slots: torch.Tensor
     logit_rows: torch.Tensor
+    draw_rows: torch.Tensor
 
 
 class InputWriter:
@@ -48,8 +51,12 @@ class InputWriter:
         """
         # Models cannot take an empty index.
         rows = batch.logit_rows if len(batch.logit_rows) else np.zeros(1, dtype=np.int64)
+        draw_rows = batch.draws.logit_rows
+        draw_rows = np.pad(draw_rows, (0, max(0, len(rows) - len(draw_rows))))
         return StepInputs(
-            *self._ring.upload((batch.token_ids, batch.positions, batch.feedback, batch.slots, rows), out)
+            *self._ring.upload(
+                (batch.token_ids, batch.positions, batch.feedback, batch.slots, rows, draw_rows), out
+            )
         )
 
 
@@ -105,4 +112,5 @@ def padding_batch(size: int, padding_block: int, block_size: int) -> StepBatch:
         block_tables=np.full((1, 1), padding_block, dtype=np.int32),
         block_size=block_size,
         logit_rows=np.arange(size, dtype=np.int64),
+        draws=DrawTable.neutral(size),
     )

@@ -4,28 +4,50 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from hfpaged.core.plan import UNKNOWN_TOKEN, Plan
 from hfpaged.runtime.device.accelerator import Accelerator, Mark
-from hfpaged.runtime.device.staging import PinnedRing
 from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.tiers import StepOutput
-from hfpaged.sampling.device_draw import DrawTable, draw_on_device
+from hfpaged.sampling.draw_table import NO_DRAWS, Draw, DrawTable
+
+
+class StepDraws(NamedTuple):
+    """What the device draws in a step.
+
+    Attributes:
+        requests: those that get one token, which the next step reads on the device.
+        verified: those that guess, each with its number of draws: one behind each guess, and one more. They wait for
+            the host to compare.
+        table: the draws, in this order.
+    """
+
+    requests: list[LiveRequest]
+    verified: list[tuple[LiveRequest, int]]
+    table: DrawTable
+
+    @property
+    def ids(self) -> frozenset[int]:
+        """Of all requests that it draws for."""
+        return frozenset(live.request.id for live in (*self.requests, *(live for live, _ in self.verified)))
+
+
+NOTHING_TO_DRAW = StepDraws([], [], NO_DRAWS)
 
 
 @dataclass
 class LaunchedStep:
-    """All tensors are copies, which later steps leave as they are.
+    """Tensors of logits are copies, which later steps leave as they are.
 
     Attributes:
         plan: what was launched.
         accelerator: where.
-        requests: those whose token is drawn on the device, in order.
-        drawn: their tokens, int64 [n] on the device; None if there are none.
-        tokens: the same in page-locked memory, to be read behind `mark`.
+        draws: what was drawn there.
+        drawn: the tokens of `requests`, int64 [n] on the device; a later step may overwrite them.
+        tokens: of all draws, in page-locked memory, to be read behind `mark`.
         on_host: requests whose tokens the host draws, each with its logits [k, V].
         steered: requests whose logits the caller gets, each with fp32 [k, V].
         scored: requests with scored prompt tokens, by id, and the logits of the whole step.
@@ -33,7 +55,7 @@ class LaunchedStep:
 
     plan: Plan
     accelerator: Accelerator
-    requests: list[LiveRequest] = field(default_factory=list)
+    draws: StepDraws
     drawn: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
     mark: Mark | None = None
@@ -41,6 +63,11 @@ class LaunchedStep:
     steered: list[tuple[LiveRequest, torch.Tensor]] = field(default_factory=list)
     scored: dict[int, LiveRequest] = field(default_factory=dict)
     scored_output: StepOutput | None = None
+
+    @property
+    def requests(self) -> list[LiveRequest]:
+        """Those whose token the next step reads on the device."""
+        return self.draws.requests
 
     def sampled(self) -> dict[int, int | None]:
         """What to commit: tokens that are on their way, and requests that wait for their caller or the host."""
@@ -50,11 +77,12 @@ class LaunchedStep:
 
     def members(self) -> list[LiveRequest]:
         """All requests that get something from it."""
-        return [*self.requests, *(live for live, _ in (*self.on_host, *self.steered)), *self.scored.values()]
+        waiting = (live for live, _ in (*self.draws.verified, *self.on_host, *self.steered))
+        return [*self.requests, *waiting, *self.scored.values()]
 
 
 class StepLauncher:
-    """Queues what follows a forward: draws, and the copies for the host.
+    """Says what of a step the device draws, and queues the copies for the host behind it.
 
     Args:
         most_drawn: tokens that can be drawn in one step; the host draws any further ones.
@@ -63,57 +91,50 @@ class StepLauncher:
     def __init__(self, accelerator: Accelerator, most_drawn: int):
         self._accelerator = accelerator
         self._most_drawn = most_drawn
-        self._indices = PinnedRing(accelerator, torch.int64)
-        self._numbers = PinnedRing(accelerator, torch.float64)
 
-    def launch(self, plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput) -> LaunchedStep:
-        """Queue the draws of a step whose forward has been queued."""
-        step = LaunchedStep(plan, self._accelerator)
-        places: list[int] = []
+    def prepare(self, plan: Plan, live: Mapping[int, LiveRequest]) -> StepDraws:
+        """What the device will draw in a step that is about to be queued."""
+        requests: list[tuple[LiveRequest, range]] = []
+        verified: list[tuple[LiveRequest, range]] = []
+        count = 0
+        for rows, request_id in plan.sampled_rows():
+            one = live[request_id]
+            if one.spec.steered or one.draw is None or count + len(rows) > self._most_drawn:
+                continue
+            (verified if one.spec.may_speculate else requests).append((one, rows))
+            count += len(rows)
+        return StepDraws(
+            [one for one, _ in requests],
+            [(one, len(rows)) for one, rows in verified],
+            DrawTable.of([draw for one, rows in (*requests, *verified) for draw in _draws(one, rows)]),
+        )
+
+    def launch(
+        self, plan: Plan, live: Mapping[int, LiveRequest], draws: StepDraws, output: StepOutput
+    ) -> LaunchedStep:
+        """Queue what follows a step whose forward and draws have been queued."""
+        step = LaunchedStep(plan, self._accelerator, draws)
+        drawn_here = draws.ids
         with torch.no_grad(), self._accelerator.active():
             for rows, request_id in plan.sampled_rows():
                 one = live[request_id]
                 if one.spec.steered:
                     logits = output.logits[rows.start : rows.stop].to(torch.float32, copy=True)
                     step.steered.append((one, logits))
-                elif one.draw is None or len(step.requests) == self._most_drawn:
+                elif request_id not in drawn_here:
                     step.on_host.append((one, output.logits[rows.start : rows.stop].clone()))
-                else:
-                    step.requests.append(one)
-                    places.append(rows.start)
             step.scored = {entry.id: live[entry.id] for entry in plan.entries if entry.scored}
             if step.scored:
                 step.scored_output = StepOutput(output.logits.clone(), None)
-            if places:
-                self._draw(step, places, output)
+            if drawn_here:
+                step.drawn = output.drawn[: len(draws.requests)]
+                step.tokens = self._accelerator.pinned(len(output.drawn), torch.int64)
+                self._accelerator.download(output.drawn, step.tokens)
             step.mark = self._accelerator.mark()
         return step
 
-    def _draw(self, step: LaunchedStep, places: list[int], output: StepOutput) -> None:
-        sampled = [index for index, one in enumerate(step.requests) if not one.draw.is_argmax]
-        # Almost always every row of logits is one request's, in order.
-        in_order = places == list(range(len(output.argmax)))
-        if in_order and not sampled:
-            step.drawn = output.argmax
-        else:
-            step.drawn = self._draw_some(step.requests, places, sampled, output)
-        step.tokens = self._accelerator.pinned(len(step.requests), torch.int64)
-        self._accelerator.download(step.drawn, step.tokens)
 
-    def _draw_some(
-        self, requests: list[LiveRequest], places: list[int], sampled: list[int], output: StepOutput
-    ) -> torch.Tensor:
-        """The likeliest token of each row, then other ones for those that sample."""
-        chosen = [requests[index] for index in sampled]
-        table = DrawTable.of(
-            [one.draw for one in chosen], [one.row for one in chosen], [one.request.length for one in chosen]
-        )
-        rows = np.array(places, dtype=np.int64)
-        at = np.array(sampled, dtype=np.int64)
-        rows_of_all, where, rows_of_sampled, top_k = self._indices.upload((rows, at, rows[at], table.top_k))
-        drawn = output.argmax.index_select(0, rows_of_all)
-        if sampled:
-            (numbers,) = self._numbers.upload((table.numbers,))
-            scores = output.logits.index_select(0, rows_of_sampled).to(torch.float32)
-            drawn.index_copy_(0, where, draw_on_device(scores, table, numbers, top_k))
-        return drawn
+def _draws(live: LiveRequest, rows: range) -> list[Draw]:
+    """A draw from each of a request's rows of logits: behind its guesses, if it has any, each at its own position."""
+    first = live.request.length - len(rows) + 1
+    return [Draw(row, live.draw, live.row, first + index) for index, row in enumerate(rows)]

@@ -10,12 +10,11 @@ import torch
 from hfpaged.core.scheduler import Scheduler
 from hfpaged.runtime.device.accelerator import Accelerator
 from hfpaged.runtime.device.launched_step import LaunchedStep
-from hfpaged.runtime.drawing import Outcome, draw_rows, score_prompts
+from hfpaged.runtime.drawing import Outcome, draw_rows, outcome_of, score_prompts
 from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.tiers import StepOutput
-from hfpaged.sampling.errors import INVALID_SCORES, InvalidScoresError
 from hfpaged.sampling.logprobs import TokenLogprob
-from hfpaged.sampling.sampler import Sampler
+from hfpaged.sampling.sampler import Drawn, Sampler
 
 Learn = Callable[[int, int, int], None]
 
@@ -66,15 +65,20 @@ def settle(
 
 
 def _drawn_on_device(step: LaunchedStep, alive: Container[int]) -> tuple[list[Outcome], int]:
+    drawn = Drawn.of_tokens([] if step.tokens is None else step.tokens.tolist())
     outcomes, dropped = [], 0
-    tokens = [] if step.tokens is None else step.tokens.tolist()
-    for live, token in zip(step.requests, tokens, strict=True):
+    for place, live in enumerate(step.requests):
         if live.request.id not in alive:
             dropped += 1
-        elif token < 0:
-            outcomes.append(Outcome(live, [], error=InvalidScoresError(INVALID_SCORES)))
+        elif drawn.errors[place] is not None:
+            outcomes.append(Outcome(live, [], error=drawn.errors[place]))
         else:
-            outcomes.append(Outcome(live, [token]))
+            outcomes.append(Outcome(live, [drawn.tokens[place]]))
+    first = len(step.requests)
+    for live, count in step.draws.verified:
+        if live.request.id in alive:
+            outcomes.append(outcome_of(live, drawn, range(first, first + count)))
+        first += count
     return outcomes, dropped
 
 
