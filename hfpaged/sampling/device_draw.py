@@ -7,35 +7,12 @@ draw it, so that it does not matter which of the two draws. What work there is d
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
 import torch
 from torch import Tensor
 
 from hfpaged.sampling.distribution import drawn_indices
-from hfpaged.sampling.draw_table import MIN_P, REST, TEMPERATURE, TOP_K, UNIFORM
+from hfpaged.sampling.draw_table import ALL_FILTERS, MIN_P, REST, TEMPERATURE, TOP_K, UNIFORM, Filters
 from hfpaged.sampling.stages import EXCLUDED
-
-
-class Filters(NamedTuple):
-    """Which filters are applied; those left out must be neutral in all rows.
-
-    Attributes:
-        by_rank: top_k and top_p, which share a sort of the scores.
-        by_share: min_p.
-    """
-
-    by_rank: bool = True
-    by_share: bool = True
-
-    @classmethod
-    def needed_for(cls, numbers: np.ndarray) -> Filters:
-        """Those that any of the draws uses; `numbers` as in `DrawTable`."""
-        return cls(bool((numbers[TOP_K] > 0).any() or (numbers[REST] >= 0).any()), bool((numbers[MIN_P] > 0).any()))
-
-
-ALL_FILTERS = Filters()
 
 
 def draw_on_device(logits: Tensor, numbers: Tensor, filters: Filters = ALL_FILTERS) -> Tensor:

@@ -7,8 +7,8 @@ import pytest
 import torch
 from sampling.draw_cases import drawn_by_the_host, logits, numbers_of, rows, table_of
 
-from hfpaged.sampling.device_draw import Filters, draw_on_device
-from hfpaged.sampling.draw_table import IS_SAMPLED, NUM_NUMBERS, DrawSettings, DrawTable
+from hfpaged.sampling.device_draw import draw_on_device
+from hfpaged.sampling.draw_table import IS_SAMPLED, NUM_NUMBERS, DrawSettings, DrawTable, Filters
 from hfpaged.sampling.sampler import SampleRow
 
 

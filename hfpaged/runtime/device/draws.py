@@ -8,8 +8,8 @@ import torch
 
 from hfpaged.runtime.device.accelerator import Accelerator
 from hfpaged.runtime.device.staging import PinnedRing
-from hfpaged.sampling.device_draw import Filters, draw_on_device
-from hfpaged.sampling.draw_table import IS_SAMPLED, NUM_NUMBERS, DrawTable
+from hfpaged.sampling.device_draw import draw_on_device
+from hfpaged.sampling.draw_table import IS_SAMPLED, NUM_NUMBERS, DrawTable, Filters
 
 
 class StepTensors(NamedTuple):
