@@ -28,7 +28,7 @@ def draw_on_device(logits: Tensor, numbers: Tensor, filters: Filters = ALL_FILTE
     scores = logits.to(torch.float32, copy=True)
     _divide(scores, _column(numbers[TEMPERATURE], scores))
     if filters.by_rank:
-        _keep_top(scores, numbers[TOP_K].to(torch.int64).unsqueeze(1), _column(numbers[REST], scores))
+        _keep_top(scores, numbers[TOP_K].long().unsqueeze(1), _column(numbers[REST], scores))
     if filters.by_share:
         probabilities = scores.softmax(dim=-1)
         threshold = _column(numbers[MIN_P], scores) * probabilities.amax(dim=-1, keepdim=True)

@@ -36,9 +36,7 @@ def rows() -> list[SampleRow]:
 
 def table_of(some: list[SampleRow]) -> DrawTable:
     """A draw for each, from the rows of logits in order."""
-    return DrawTable.of(
-        [Draw(index, DrawSettings.of(row), row, len(row.tokens)) for index, row in enumerate(some)]
-    )
+    return DrawTable.of([Draw(index, DrawSettings.of(row), row, len(row.tokens)) for index, row in enumerate(some)])
 
 
 def logits(step: float | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -54,9 +54,7 @@ class InputWriter:
         draw_rows = batch.draws.logit_rows
         draw_rows = np.pad(draw_rows, (0, max(0, len(rows) - len(draw_rows))))
         return StepInputs(
-            *self._ring.upload(
-                (batch.token_ids, batch.positions, batch.feedback, batch.slots, rows, draw_rows), out
-            )
+            *self._ring.upload((batch.token_ids, batch.positions, batch.feedback, batch.slots, rows, draw_rows), out)
         )
 
 

@@ -109,9 +109,7 @@ class StepLauncher:
             DrawTable.of([draw for one, rows in (*requests, *verified) for draw in _draws(one, rows)]),
         )
 
-    def launch(
-        self, plan: Plan, live: Mapping[int, LiveRequest], draws: StepDraws, output: StepOutput
-    ) -> LaunchedStep:
+    def launch(self, plan: Plan, live: Mapping[int, LiveRequest], draws: StepDraws, output: StepOutput) -> LaunchedStep:
         """Queue what follows a step whose forward and draws have been queued."""
         step = LaunchedStep(plan, self._accelerator, draws)
         drawn_here = draws.ids
