@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hfpaged.quantization.codes import E2M1_MAX, E2M1_VALUES, E4M3_MAX, code_values, to_e2m1
+from hfpaged.quantization.codes import E2M1_MAX, E4M3_MAX, e2m1_values, to_e2m1
 from hfpaged.quantization.record import ActivationScheme
 from hfpaged.quantization.scheme import MXFP4_GROUP, NVFP4_GROUP
 
@@ -15,15 +15,22 @@ def quantize_activation(x: torch.Tensor, scheme: ActivationScheme) -> torch.Tens
     """x rounded to what `scheme` can represent, in the dtype of x. x: [..., K]; every row is independent."""
     wide = x.float()
     if scheme.format == "fp8":
-        return _fp8(wide, scheme.scale).to(x.dtype)
+        codes, step = fp8_codes(wide, scheme.scale)
+        return (codes.float() * step).to(x.dtype)
     if scheme.format == "nvfp4":
         return _nvfp4(wide, scheme.scale).to(x.dtype)
     return _mxfp4(wide).to(x.dtype)
 
 
-def _fp8(x: torch.Tensor, scale: float | None) -> torch.Tensor:
-    step = x.abs().amax(-1, keepdim=True).clamp_min(1e-12) / E4M3_MAX if scale is None else scale
-    return (x / step).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float() * step
+def fp8_codes(x: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """(float8_e4m3fn of the shape of x, multiplier that gives x back).
+
+    Args:
+        scale: multiplier of the whole tensor; None: one for each row is found, fp32 [..., 1].
+    """
+    wide = x.float()
+    step = wide.abs().amax(-1, keepdim=True).clamp_min(1e-12) / E4M3_MAX if scale is None else scale
+    return (wide / step).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), step
 
 
 def _nvfp4(x: torch.Tensor, scale: float | None) -> torch.Tensor:
@@ -43,4 +50,4 @@ def _mxfp4(x: torch.Tensor) -> torch.Tensor:
 
 
 def _to_grid(groups: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    return (code_values(to_e2m1(groups / step), E2M1_VALUES) * step).flatten(-2)
+    return (e2m1_values(to_e2m1(groups / step)) * step).flatten(-2)

@@ -12,9 +12,9 @@ E4M3_MAX = 448.0
 E8M0_NAN = 255
 E8M0_BIAS = 127
 
-# Value of each 4-bit code. E2M1 has its sign in bit 3; int4 is stored with an offset of 8.
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-INT4_VALUES = tuple(float(code - 8) for code in range(16))
+_INT4_OFFSET = 8
+# The three low bits of an E2M1 code, shifted, are an fp16 number that is smaller by this factor.
+_E2M1_TO_FP16 = 2.0**14
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -37,9 +37,16 @@ def pack_words(codes: torch.Tensor) -> torch.Tensor:
     return pack_nibbles(codes).view(torch.int32)
 
 
-def code_values(codes: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
-    """fp32 value of each 4-bit code."""
-    return torch.tensor(values, device=codes.device)[codes.long()]
+def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 value of each uint8 E2M1 code. No table: one would have to be copied to the device at every call."""
+    wide = codes.to(torch.int16)
+    bits = ((wide & 7) << 9) | ((wide >> 3) << 15)
+    return bits.view(torch.float16).float() * _E2M1_TO_FP16
+
+
+def int4_values(codes: torch.Tensor) -> torch.Tensor:
+    """fp32 value of each uint8 int4 code, which is stored with an offset."""
+    return codes.float() - _INT4_OFFSET
 
 
 def to_e2m1(x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from hfpaged.quantization.codes import E2M1_VALUES, INT4_VALUES, code_values, e8m0_values, unpack_nibbles
+from hfpaged.quantization.codes import e2m1_values, e8m0_values, int4_values, unpack_nibbles
 
 
 class WeightFormat(str, Enum):
@@ -82,19 +82,30 @@ class QuantizedLinear:
         return self.codes.nbytes + self.scales.nbytes
 
     def dequantize(self) -> torch.Tensor:
-        """The weight in fp32, [N, K]."""
+        """The weight in fp32, [N, K], computed where the codes are."""
         values = self._values()
-        rows = torch.arange(self.out_features) // self.block[0]
-        columns = torch.arange(self.in_features) // self.block[1] if self.permutation is None else self.permutation
         if self.zero is not None:
-            values = values - self.zero.float()[rows][:, columns]
-        return values * (self._scale_values()[rows] * self.global_scale)[:, columns]
+            values = values - self._spread(self.zero.float())
+        return values * self._spread(self._scale_values() * self.global_scale)
 
     def _values(self) -> torch.Tensor:
         if self.format is WeightFormat.FP8:
             return self.codes.float()
-        table = INT4_VALUES if self.format is WeightFormat.INT4 else E2M1_VALUES
-        return code_values(unpack_nibbles(self.codes), table)
+        codes = unpack_nibbles(self.codes)
+        return int4_values(codes) if self.format is WeightFormat.INT4 else e2m1_values(codes)
 
     def _scale_values(self) -> torch.Tensor:
         return e8m0_values(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
+
+    def _spread(self, per_block: torch.Tensor) -> torch.Tensor:
+        """[blocks of N, blocks of K] to what broadcasts against [N, K]."""
+        rows = _repeated(per_block, 0, self.block[0], self.out_features)
+        if self.permutation is not None:
+            return rows[:, self.permutation]
+        return _repeated(rows, 1, self.block[1], self.in_features)
+
+
+def _repeated(per_block: torch.Tensor, dim: int, block: int, size: int) -> torch.Tensor:
+    if per_block.shape[dim] == 1 or block == 1:
+        return per_block
+    return per_block.repeat_interleave(block, dim).narrow(dim, 0, size)

@@ -12,19 +12,15 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hfpaged.quantization.codes import (
-    E2M1_VALUES,
-    INT4_VALUES,
-    code_values,
-    e8m0_values,
-    pack_nibbles,
-    to_e2m1,
-)
+from hfpaged.quantization.codes import e8m0_values, pack_nibbles, to_e2m1
 
 PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
     "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
 )  # fmt: skip
+# Value of each 4-bit code: E2M1 has its sign in bit 3, int4 is stored with an offset of 8.
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+INT4_VALUES = tuple(float(code - 8) for code in range(16))
 PROMPT = [(i * 37 + 11) % 256 for i in range(12)]
 Tensors = dict[str, torch.Tensor]
 
@@ -112,6 +108,11 @@ def tiny_like(model: PreTrainedModel) -> PreTrainedModel:
 
 
 # ---- packing one weight ----
+
+
+def code_values(codes: torch.Tensor, values: tuple[float, ...]) -> torch.Tensor:
+    """fp32 value of each code, by a table."""
+    return torch.tensor(values)[codes.long()]
 
 
 def nvfp4_codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
