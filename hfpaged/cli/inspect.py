@@ -26,10 +26,17 @@ def run(args: argparse.Namespace) -> int:
         InputError: there is no such directory.
         CheckpointError: the checkpoint contradicts itself.
     """
+    import torch
+
     from hfpaged.quantization.inspection import Inspection
+    from hfpaged.runtime.attention.flashinfer_probe import compute_capability, machine_problem
 
     if not args.path.is_dir():
         raise InputError(f"{args.path} is no directory")
-    for line in Inspection(args.path).lines(every_module=args.all):
+    capability = compute_capability(torch.device("cuda")) if torch.cuda.is_available() else None
+    for line in Inspection(args.path, capability).lines(every_module=args.all):
         print(line)
+    problem = None if capability is None else machine_problem(torch.device("cuda"))
+    if problem is not None:
+        print(f"not on the GPU: {problem}")
     return 0

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from hfpaged.fusion.operand import FusionValues
+from hfpaged.quantization.scale_factors import swizzled_shape
 
 Guard = Callable[[FusionValues], str | None]
 
@@ -127,6 +128,50 @@ def width_among(role: str, *widths: int) -> Guard:
         operand = values.get(role)
         if operand is not None and operand.shape[-1] not in widths:
             return f"{role} has {operand.shape[-1]} elements, for which there is no kernel"
+        return None
+
+    return guard
+
+
+def multiple_of(role: str, step: int) -> Guard:
+    """The role's last dimension is a whole number of what a kernel loads at a time."""
+
+    def guard(values: FusionValues) -> str | None:
+        width = values.operands[role].shape[-1]
+        return f"{role} has {width} elements, which is no multiple of {step}" if width % step else None
+
+    return guard
+
+
+def tiled_scales(group: int) -> Guard:
+    """The scales are there for every group of the codes, two of which are a byte, filled up to whole tiles."""
+
+    def guard(values: FusionValues) -> str | None:
+        rows, width = values.operands["codes"].shape
+        wanted = swizzled_shape(rows, 2 * width // group)
+        found = values.operands["scales"].shape
+        return None if found == wanted else f"scales are {list(found)}, and tiles for the codes {list(wanted)}"
+
+    return guard
+
+
+def capability_from(oldest: tuple[int, int]) -> Guard:
+    """The device has at least this compute capability."""
+
+    def guard(values: FusionValues) -> str | None:
+        if values.capability is None or values.capability < oldest:
+            return f"the compute capability is {values.capability}, before {oldest}"
+        return None
+
+    return guard
+
+
+def capability_among(*compiled: tuple[int, int]) -> Guard:
+    """The device has one of these compute capabilities."""
+
+    def guard(values: FusionValues) -> str | None:
+        if values.capability not in compiled:
+            return f"the compute capability is {values.capability}, for which there is no kernel"
         return None
 
     return guard

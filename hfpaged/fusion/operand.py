@@ -55,12 +55,14 @@ class FusionValues:
         autocast: dtype that autocast computes in, or None.
         hooked: a replaced module has hooks or a forward of its own on the instance.
         adapted: a replaced module carries an adapter.
+        capability: compute capability of the GPU; None: it does not matter.
     """
 
     operands: Mapping[str, Operand]
     autocast: torch.dtype | None = None
     hooked: bool = False
     adapted: bool = False
+    capability: tuple[int, int] | None = None
 
     def get(self, role: str) -> Operand | None:
         """The operand of a role, or None."""

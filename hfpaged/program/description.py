@@ -25,9 +25,9 @@ class NotRecognized(HfpagedError):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is exactly a linear layer, dense or in 4 bits, that takes its input as it is."""
+    """Whether a module is exactly a linear layer, dense or in strips of 4 bits, that takes its input as it is."""
     if type(module) is PackedLinear:
-        return module.activation is None
+        return module.activation is None and module.is_in_strips
     return type(module) is nn.Linear
 
 

@@ -12,6 +12,7 @@ from hfpaged.native import library
 from hfpaged.quantization.checkpoint import Checkpoint
 from hfpaged.quantization.layout import KV_SCALES
 from hfpaged.quantization.plans import own_method, plan_of
+from hfpaged.quantization.products import Arithmetic, choose_product
 from hfpaged.quantization.registration import PackedConfig
 from hfpaged.quantization.scheme import Scheme
 
@@ -36,11 +37,15 @@ class ModuleReport:
 class Inspection:
     """A checkpoint directory.
 
+    Args:
+        capability: compute capability of the GPU that is asked about; None: there is none.
+
     Raises:
         CheckpointError: its configs contradict each other.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, capability: tuple[int, int] | None = None):
+        self._capability = capability
         self._checkpoint = Checkpoint(folder)
         self._method = own_method(self._checkpoint)
         self._plan = None
@@ -71,11 +76,18 @@ class Inspection:
             if self._plan is not None and any(leaf.startswith("weight_") for leaf in leaves):
                 scheme = self._plan.scheme_of(name)
             if scheme is not None:
-                yield ModuleReport(name, _storage(scheme), num_bytes, _kernel(scheme))
+                yield ModuleReport(name, _storage(scheme), num_bytes, self._kernels(scheme))
             else:
                 kinds = ", ".join(sorted({one.dtype for one in stored}))
                 runs = "as Transformers and its libraries do" if self._is_stock(leaves) else "dense"
                 yield ModuleReport(name, kinds, num_bytes, runs)
+
+    def _kernels(self, scheme: Scheme) -> str:
+        on_cpu = _kernel_on_cpu(scheme)
+        if self._capability is None:
+            return on_cpu
+        product, reason = choose_product(_arithmetic(scheme), self._capability)
+        return f"GPU: {product or f'dequantized at every call ({reason})'}. CPU: {on_cpu}"
 
     def _is_stock(self, leaves: list[str]) -> bool:
         return self._plan is None and self._checkpoint.quantization is not None and set(leaves) > {"weight"}
@@ -83,18 +95,21 @@ class Inspection:
 
 def _storage(scheme: Scheme) -> str:
     rows, columns = scheme.block
-    scale = (
-        "one scale for the tensor" if not rows and not columns else f"scales for {rows or 'all'} x {columns or 'all'}"
-    )
-    inputs = (
-        ""
-        if scheme.activation is None
-        else f", {'static' if scheme.static_activation else 'dynamic'} {scheme.activation} inputs"
-    )
-    return f"{scheme.format.value}, {scale}{inputs}"
+    scale = "one scale for the tensor"
+    if rows or columns:
+        scale = f"scales for {rows or 'all'} x {columns or 'all'}"
+    if scheme.activation is None:
+        return f"{scheme.format.value}, {scale}"
+    inputs = f"{'static' if scheme.static_activation else 'dynamic'} {scheme.activation} inputs"
+    return f"{scheme.format.value}, {scale}, {inputs}"
 
 
-def _kernel(scheme: Scheme) -> str:
+def _arithmetic(scheme: Scheme) -> Arithmetic:
+    scale_of = {(0, 0): "tensor", (1, 0): "row"}.get(scheme.block, "block")
+    return Arithmetic(scheme.format, scale_of, scheme.activation, scheme.static_activation)
+
+
+def _kernel_on_cpu(scheme: Scheme) -> str:
     if not scheme.format.is_four_bit:
         base = "converted when loaded (no CPU multiplies 8-bit floats faster)"
     elif library.unavailable():

@@ -1,50 +1,53 @@
-"""PackedLinear: a linear layer whose weight stays in 4 bits, and EmulatedLinear for dense ones with quantized input."""
+"""PackedLinear: a linear layer whose weight stays packed, and EmulatedLinear for dense ones with quantized input."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from math import lcm
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from hfpaged.quantization import layouts
 from hfpaged.quantization.activation import quantize_activation
+from hfpaged.quantization.layouts import Layout, Strips, WeightGrid
 from hfpaged.quantization.native_strips import StripProduct, can_multiply
-from hfpaged.quantization.record import ActivationScheme, QuantizedLinear, WeightFormat
-from hfpaged.quantization.strips import codes_to_strips, scales_to_strips, strips_to_codes, strips_to_scales
+from hfpaged.quantization.products import Arithmetic, scale_of
+from hfpaged.quantization.record import ActivationScheme, QuantizedLinear
+from hfpaged.quantization.scale_factors import TILE_ROWS
 
 # Inputs that one pass of the kernels' inner loop takes.
 _GROUP_MULTIPLE = 16
 # Attribute of a module that is no part of its state: addresses of its buffers.
 _PRODUCT = "_hfpaged_product"
-_SCALE_DTYPES = {
-    WeightFormat.NVFP4: torch.float8_e4m3fn,
-    WeightFormat.MXFP4: torch.uint8,
-    WeightFormat.INT4: torch.float32,
-}
+# Weights that are dequantized at a time where no kernel reads them packed: 64 MiB in fp32.
+_CHUNK_WEIGHTS = 1 << 24
 
 
 def cannot_pack(record: QuantizedLinear) -> str | None:
     """Why a record cannot become a `PackedLinear`; None: it can."""
-    if not record.format.is_four_bit:
-        return f"{record.format.value} weights are converted when they are loaded"
+    if not record.format.is_four_bit and not layouts.wants_rows(record.codes.device):
+        return f"{record.format.value} weights are converted when they are loaded on a CPU"
     if record.zero is not None:
         return "it has zero points"
     if record.permutation is not None:
         return "its groups are not consecutive inputs"
-    if record.block[1] % _GROUP_MULTIPLE:
+    if record.format.is_four_bit and record.block[1] % _GROUP_MULTIPLE:
         return f"its groups of {record.block[1]} are no multiple of {_GROUP_MULTIPLE}"
     return None
 
 
 class PackedLinear(nn.Module):
-    """y = x @ W.T + bias with W in the strips of csrc/strips.h. x: [..., K] in fp32, bf16 or fp16; y has its dtype.
+    """y = x @ W.T + bias with W as it is stored. x: [..., K] in fp32, bf16 or fp16; y has its dtype.
 
-    All buffers are integers, so that casting the model leaves them alone.
+    The CPU has kernels for strips. Elsewhere the weight is dequantized in chunks, at every call; what multiplies
+    faster is put in the place of this forward when an engine is built (runtime/device/fused_product.py).
 
     Attributes:
-        codes: int32 [ceil(N / 16), K / 8, 16].
-        scales: uint8, bytes of one scale for each output and group, [ceil(N / 16), K / group, 16 * itemsize].
+        layout: of codes and scales; it follows the device that the module is moved to.
+        codes, scales: tensors of integers, see `layouts`.
         global_scale: multiplier of all scales.
         activation: how the input is quantized first; None: it stays as it is.
     """
@@ -52,12 +55,13 @@ class PackedLinear(nn.Module):
     def __init__(self, record: QuantizedLinear):
         super().__init__()
         self.in_features, self.out_features = record.in_features, record.out_features
-        self.format, self.group = record.format, record.block[1]
+        self.format, self.block = record.format, record.block
         self.global_scale = record.global_scale
         self.activation: ActivationScheme | None = record.activation
-        scale_dtype = _SCALE_DTYPES[record.format]
-        self.register_buffer("codes", codes_to_strips(record.codes))
-        self.register_buffer("scales", scales_to_strips(record.scales.to(scale_dtype)))
+        self.layout: Layout = layouts.layout_for(record.codes.device, record.format)
+        codes, scales = self.layout.store(record)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
         bias = None if record.bias is None else nn.Parameter(record.bias, requires_grad=False)
         self.register_parameter("bias", bias)
 
@@ -66,29 +70,64 @@ class PackedLinear(nn.Module):
         """Memory of the packed weight."""
         return self.codes.nbytes + self.scales.nbytes
 
-    def record(self) -> QuantizedLinear:
-        """The weight as a normalized record again."""
-        return QuantizedLinear(
+    @property
+    def is_in_strips(self) -> bool:
+        """Whether the CPU kernels can read it."""
+        return isinstance(self.layout, Strips)
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """What its checkpoint says about the product."""
+        activation = self.activation
+        return Arithmetic(
             self.format,
-            strips_to_codes(self.codes, self.out_features),
-            strips_to_scales(self.scales, _SCALE_DTYPES[self.format], self.out_features),
-            (1, self.group),
-            self.global_scale,
-            bias=self.bias,
-            activation=self.activation,
+            scale_of(self.block, self.out_features, self.in_features),
+            None if activation is None else activation.format,
+            activation is not None and activation.scale is not None,
+        )
+
+    @property
+    def group(self) -> int:
+        """Inputs that share a scale."""
+        return self.block[1]
+
+    def record(self, first: int = 0, last: int | None = None) -> QuantizedLinear:
+        """Rows [first, last) of the weight as a normalized record again; `first` is a multiple of 128."""
+        last = self.out_features if last is None else last
+        grid = WeightGrid(self.format, self.block, self.out_features, self.in_features)
+        codes, scales = self.layout.load((self.codes, self.scales), grid, first, last)
+        bias = None if self.bias is None else self.bias[first:last]
+        return QuantizedLinear(
+            self.format, codes, scales, self.block, self.global_scale, bias=bias, activation=self.activation
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply, after quantizing the input where the checkpoint says so."""
         if self.activation is not None:
             x = quantize_activation(x, self.activation)
-        if not can_multiply(x):
-            return functional.linear(x, self.record().dequantize().to(x.dtype), self.bias)
+        if not (self.is_in_strips and can_multiply(x)):
+            parts = [functional.linear(x, one.dequantize().to(x.dtype), one.bias) for one in self._chunks()]
+            return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         product: StripProduct | None = self.__dict__.get(_PRODUCT)
         if product is None or not product.serves(self.codes, self.scales):
             product = StripProduct(self.codes, self.scales, self.global_scale, self.format, self.group)
             self.__dict__[_PRODUCT] = product
         return product(x, None if self.bias is None else self.bias.float(), self.out_features)
+
+    def _chunks(self) -> Iterator[QuantizedLinear]:
+        # One scale for all rows can be taken apart anywhere.
+        step = lcm(TILE_ROWS, self.block[0] if self.block[0] < self.out_features else 1)
+        rows = max(1, _CHUNK_WEIGHTS // self.in_features // step) * step
+        for first in range(0, self.out_features, rows):
+            yield self.record(first, min(first + rows, self.out_features))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
+        """Move or cast, as every module, and lay the weight out anew for another kind of device."""
+        super()._apply(fn, recurse)
+        layout = layouts.layout_for(self.codes.device, self.format)
+        if type(layout) is not type(self.layout) and not self.codes.is_meta:
+            self.codes, self.scales, self.layout = *layout.store(self.record()), layout
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles have other memory, so addresses stay behind.
@@ -117,7 +156,7 @@ class EmulatedLinear(nn.Linear):
 
 
 def make_linear(record: QuantizedLinear, dtype: torch.dtype, activations: str) -> nn.Module:
-    """The module that runs a record: packed where kernels exist, else dense in `dtype`.
+    """The module that runs a record: packed where that is possible, else dense in `dtype`.
 
     Args:
         activations: "emulate" quantizes inputs as the checkpoint says, "weight-only" leaves them.

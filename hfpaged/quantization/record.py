@@ -86,16 +86,17 @@ class QuantizedLinear:
         values = self._values()
         if self.zero is not None:
             values = values - self._spread(self.zero.float())
-        return values * self._spread(self._scale_values() * self.global_scale)
+        return values * self._spread(self.scale_values() * self.global_scale)
+
+    def scale_values(self) -> torch.Tensor:
+        """The scales of the blocks in fp32, without the global one."""
+        return e8m0_values(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
 
     def _values(self) -> torch.Tensor:
         if self.format is WeightFormat.FP8:
             return self.codes.float()
         codes = unpack_nibbles(self.codes)
         return int4_values(codes) if self.format is WeightFormat.INT4 else e2m1_values(codes)
-
-    def _scale_values(self) -> torch.Tensor:
-        return e8m0_values(self.scales) if self.scales.dtype == torch.uint8 else self.scales.float()
 
     def _spread(self, per_block: torch.Tensor) -> torch.Tensor:
         """[blocks of N, blocks of K] to what broadcasts against [N, K]."""

@@ -17,12 +17,22 @@ def is_quantized(model: nn.Module) -> bool:
 
 
 def quantized_modules(model: nn.Module) -> dict[str, int]:
-    """How many layers run how: the format of their weights, and what happens to their inputs."""
+    """How many layers run how: the format of their weights, what happens to their inputs, and what multiplies.
+
+    On a CPU what multiplies goes without saying.
+    """
     counts: Counter[str] = Counter()
     for module in model.modules():
         if isinstance(module, (PackedLinear, EmulatedLinear)):
             weight = module.format.value if isinstance(module, PackedLinear) else "dense"
             activation = module.activation
             inputs = "inputs as they are" if activation is None else f"inputs rounded to {activation.format}"
-            counts[f"{weight} weights, {inputs}"] += 1
+            counts[f"{weight} weights, {inputs}{_kernel_of(module)}"] += 1
     return dict(counts)
+
+
+def _kernel_of(module: nn.Module) -> str:
+    product = vars(module).get("forward")  # put there by runtime/device/fused_forwards.py
+    if product is not None and hasattr(product, "fusion"):
+        return f", by {product.fusion}"
+    return ", dequantized at every call" if isinstance(module, PackedLinear) and not module.is_in_strips else ""

@@ -18,6 +18,7 @@ from hfpaged.core.scheduler import Scheduler, SchedulerLimits
 from hfpaged.errors import ConfigError
 from hfpaged.fusion.catalogue import FUSIONS
 from hfpaged.fusion.flashinfer_catalogue import FLASHINFER_FUSIONS
+from hfpaged.fusion.product_catalogue import QUANTIZED_PRODUCTS
 from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.runtime.adapters import AdapterRows
 from hfpaged.runtime.attention.interface import AheadBackend
@@ -75,7 +76,7 @@ class Workspace:
         is_ahead = isinstance(self.backend, AheadBackend)
         self.cache = KVCache(self.backend, seen, num_blocks, spare_blocks=1 if is_ahead else 0)
         view.step.bind(self.backend, self.cache.layers)
-        self.fusions = FusionRegistry((*FUSIONS, *FLASHINFER_FUSIONS))
+        self.fusions = FusionRegistry((*FUSIONS, *FLASHINFER_FUSIONS, *QUANTIZED_PRODUCTS))
         self.tier, self.tier_reason = choose_tier(config, view, self.backend, self.cache, state, self.fusions)
         if is_ahead and mixes_adapters:
             self.tier.captured.forbid("each token goes through the adapter of its own request")

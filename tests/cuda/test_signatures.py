@@ -7,7 +7,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
-from standin import fake_kernels, fake_mla, fake_wrappers
+from standin import fake_kernels, fake_mla, fake_products, fake_wrappers
 
 flashinfer = pytest.importorskip("flashinfer")
 
@@ -59,3 +59,23 @@ def test_the_tables_for_latents():
 
 def test_merging():
     assert parameters(fake_kernels.merge_state) == parameters(flashinfer.merge_state)
+
+
+@pytest.mark.parametrize("function", fake_products.PRODUCTS, ids=lambda function: function.__name__)
+def test_products(function):
+    real, fake = (parameters(one) for one in (getattr(flashinfer, function.__name__), function))
+    # One default is a mark of the library's own.
+    assert [(name, kind, repr(default)) for name, kind, default in fake] == [
+        (name, kind, repr(default)) for name, kind, default in real
+    ]
+
+
+@pytest.mark.parametrize("function", fake_products.PRODUCTS, ids=lambda function: function.__name__)
+def test_capabilities_of_products(function):
+    real = getattr(flashinfer, function.__name__)
+    if not hasattr(real, "is_backend_supported"):
+        pytest.skip("the library does not say")
+    backend = {"mm_fp4": "cutlass", "mm_bf16_fp4": "cute-dsl-native", "mm_fp8": "cublas"}[function.__name__]
+    for major, minor in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1)]:
+        supported = real.is_backend_supported(backend, major * 10 + minor)
+        assert supported == ((major, minor) in fake_products.PRODUCTS[function])

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import hfpaged
 from hfpaged.cli.main import main
 from hfpaged.quantization import conversion
+from hfpaged.quantization.inspection import Inspection
 from hfpaged.quantization.packed_linear import PackedLinear
 from hfpaged.quantization.packing import group_of, quantize_weight
 from hfpaged.quantization.record import WeightFormat
@@ -142,3 +143,18 @@ def test_inspect_of_a_dense_checkpoint(source, capsys):
     assert "not quantized" in capsys.readouterr().out
     config = json.loads((source / "config.json").read_text())
     assert "quantization_config" not in config
+
+
+@pytest.mark.parametrize(
+    ("write", "capability", "line"),
+    [
+        (formats.modelopt_nvfp4, (10, 0), "GPU: flashinfer.fp4_product. CPU: "),
+        (formats.modelopt_nvfp4, (9, 0), "GPU: dequantized at every call (FlashInfer multiplies NVFP4 from compute"),
+        (formats.compressed_nvfp4, (10, 3), "the product of 16-bit inputs needs a second copy of the weight). CPU: "),
+        (formats.modelopt_fp8, (9, 0), "GPU: flashinfer.fp8_product. CPU: converted when loaded"),
+    ],
+)
+def test_inspect_names_what_a_gpu_runs_and_why_nothing_faster(tmp_path, llama, write, capability, line):
+    saved = write(tmp_path / "checkpoint", llama)
+    lines = [one for one in Inspection(saved.folder, capability).lines() if "q_proj" in one]
+    assert lines and all(line in one for one in lines)

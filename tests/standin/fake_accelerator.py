@@ -80,6 +80,7 @@ class FakeAccelerator(Accelerator):
         handed_over: shapes of what came from there.
         replaying: recording and number of the replay that runs now; None outside.
         fails_to_capture: makes the next captures fail.
+        capability: its compute capability.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class FakeAccelerator(Accelerator):
         self.handed_over: list[torch.Size] = []
         self.replaying: tuple[int, int] | None = None
         self.fails_to_capture = False
+        self.capability = (9, 0)
         self.memory = 1 << 40
         self.memory_of_a_capture = 0
         self._queued = self._completed = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from types import ModuleType, SimpleNamespace
 
-from standin import fake_kernels, fake_mla
+from standin import fake_kernels, fake_mla, fake_products
 from standin.fake_accelerator import FakeAccelerator
 from standin.fake_wrappers import WRAPPERS, Wrapper
 
@@ -38,6 +38,8 @@ def fake_flashinfer(device: FakeAccelerator) -> ModuleType:
         setattr(module, wrapper.__name__, bound(wrapper))
     module.merge_state = fake_kernels.merge_state
     module.mla = fake_mla.fake_mla(bound(fake_mla.BatchMLAPagedAttentionWrapper))
+    for function in fake_products.PRODUCTS:
+        setattr(module, function.__name__, fake_products.on_device(function, device))
     for name, functions in KERNELS:
         setattr(module, name, SimpleNamespace(**{function.__name__: function for function in functions}))
     return module

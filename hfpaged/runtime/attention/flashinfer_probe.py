@@ -32,10 +32,15 @@ def machine_problem(device: torch.device) -> str | None:
         return "FlashInfer runs on NVIDIA GPUs, and this PyTorch is built for AMD's"
     if not torch.cuda.is_available():
         return "PyTorch finds no usable CUDA device"
-    capability = torch.cuda.get_device_capability(device)
+    capability = compute_capability(device)
     if capability < OLDEST_CAPABILITY:
         return f"FlashInfer needs compute capability {OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]}, not {capability}"
     return package_problem() or compiler_problem()
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Of an NVIDIA GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 @lru_cache(maxsize=1)

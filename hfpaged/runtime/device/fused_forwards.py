@@ -15,6 +15,7 @@ from hfpaged.fusion.registry import FusionRefused, FusionRegistry
 from hfpaged.program.description import NotRecognized
 from hfpaged.runtime.device.fused_mlp import fused_mlp, may_be_gated_mlp
 from hfpaged.runtime.device.fused_norm import fused_norm, may_be_norm
+from hfpaged.runtime.device.fused_product import fused_product, is_packed_in_rows
 from hfpaged.runtime.device.fused_rotation import Angles, fused_rotation, rotates
 from hfpaged.runtime.view import EngineView
 
@@ -51,6 +52,7 @@ class FusedForwards:
             Kind("norm", may_be_norm, fused_norm),
             Kind("mlp", may_be_gated_mlp, fused_mlp),
             Kind("rotation", rotates, partial(fused_rotation, angles=Angles())),
+            Kind("product", is_packed_in_rows, fused_product),
         )
         places = []
         for kind in kinds:
