@@ -1,7 +1,7 @@
 """`hfpaged.patch(peft_model)`: `generate(..., adapter_names=...)` from any number of threads.
 
-PEFT keeps the names of a call in hooks on the model, which do not say whose call it is. A patched PeftModel hands them
-to the engine with the call itself.
+PEFT would keep the names of a call in hooks on the model, which do not say whose call it is. A patched PeftModel hands
+them on as options of the call itself.
 
 `python -m hfpaged.integrations.peft [MODEL]` adds two random adapters to a model (the default one if none is named),
 sends one prompt through each of them and through the bare model at once, and shows that each text is the same alone.
@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 import hfpaged
-from hfpaged.generation.adapters import CarriedNames
+from hfpaged.generation.readers import reader_released
 from hfpaged.integrations.example import load, parse, require
 from hfpaged.patching import is_patched
 
@@ -37,12 +37,18 @@ def paged_peft_class(original: type[torch.nn.Module]) -> type[torch.nn.Module]:
 
 
 def _generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    names = kwargs.get("adapter_names")
-    if names is not None and is_patched(self):
-        names = CarriedNames(names)
-        options = {**(kwargs.get("hfpaged") or {}), "adapter": names}
-        kwargs.update(adapter_names=names, hfpaged=options)
-    return self._hfpaged_original_class.generate(self, *args, **kwargs)
+    # PEFT checks some things before it calls the model's own method, which looks after its readers itself.
+    with reader_released(GenerationMixin.generate, (self, *args), kwargs):
+        if kwargs.get("adapter_names") is not None and _can_carry_names(self, kwargs):
+            names = list(kwargs.pop("adapter_names"))
+            kwargs["hfpaged"] = {"adapter": names, **(kwargs.get("hfpaged") or {})}
+        return self._hfpaged_original_class.generate(self, *args, **kwargs)
+
+
+def _can_carry_names(model: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether the call's adapters are LoRA's, active, and nothing but the engine or Transformers will decode it."""
+    is_lora = hasattr(model.base_model, "_enable_peft_forward_hooks") and model.has_active_enabled_adapter
+    return is_lora and is_patched(model) and not model.training and kwargs.get("custom_generate") is None
 
 
 def _reduce_to_original(self: torch.nn.Module, protocol: int) -> tuple:

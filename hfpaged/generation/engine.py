@@ -9,7 +9,9 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 
+from hfpaged.config import EngineConfig
 from hfpaged.errors import UnsupportedOptionError
+from hfpaged.generation.adapters import HookedNames
 from hfpaged.generation.call import GenerateCall, RequestOptions
 from hfpaged.generation.routing import stock_reason
 from hfpaged.generation.rows import check_bias, check_prompt, row_specs, token_ids, vocabulary_size
@@ -22,6 +24,10 @@ ENGINE_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 class Engine(EngineCore):
     """The engine of one patched model. All methods may be called from any thread."""
+
+    def __init__(self, model: PreTrainedModel, original_class: type[PreTrainedModel], config: EngineConfig):
+        super().__init__(model, original_class, config)
+        self.hooked_names = HookedNames()
 
     def submit(
         self,
@@ -49,7 +55,7 @@ class Engine(EngineCore):
         model = self.live_model()
         call = _single_row_call(model, token_ids(prompt_ids), generation_config, tokenizer, hfpaged, options)
         _require_engine_takes(model, call)
-        specs = row_specs(model, call, stocks(model, "_get_logits_processor"), heeds_hooks=False)
+        specs = row_specs(model, call, stocks(model, "_get_logits_processor"))
         handles = self.submit_specs(specs)
         if call.options.scope is not None:
             call.options.scope.add(handles)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel, UnbatchedClassifierFreeGuidanceLogitsProcessor
 
-from hfpaged.generation.adapters import hooked_names
+from hfpaged.generation.adapters import row_adapters
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.paged_model import PagedModel
 from hfpaged.runtime.engine import EngineCore
@@ -33,8 +33,6 @@ def _can_ask_engine(model: PreTrainedModel, call: GenerateCall, processor: objec
         return False
     if any(processor is one for one in call.processors.arguments.get("logits_processor") or ()):
         return False
-    if call.options.adapter is not None or hooked_names(model) is not None:
-        return False
     ids, mask = (processor.unconditional_context[name] for name in ("input_ids", "attention_mask"))
     # The positions that stock gives to the tokens of padded negative prompts count the padding.
     return (ids is None or len(ids) == call.num_rows) and (mask is None or bool(mask.all()))
@@ -49,4 +47,5 @@ def _stand_in(
     ids = processor.unconditional_context["input_ids"]
     # Without a negative prompt the rows begin with the last token of the prompt.
     length = 1 if ids is None else ids.shape[1]
-    return PagedModel(model, engine, call.options, length + call.max_new_tokens, repeats=1)
+    max_length = length + call.max_new_tokens
+    return PagedModel(model, engine, call.options, max_length, repeats=1, adapters=row_adapters(model, call))

@@ -23,14 +23,14 @@ from transformers import (
 
 from hfpaged.compat import cache_field
 from hfpaged.errors import NotPatchedError, UnsupportedOptionError
-from hfpaged.generation.adapters import CarriedNames
+from hfpaged.generation.adapters import row_adapters, rows_named
 from hfpaged.generation.beam_search import BeamSearch
 from hfpaged.generation.call import GenerateCall, PreparedCriteria, PreparedProcessors, RequestOptions
 from hfpaged.generation.engine import Engine
 from hfpaged.generation.lockstep import LockstepLoop
 from hfpaged.generation.outputs import generate_output
 from hfpaged.generation.paged_model import PagedModel
-from hfpaged.generation.readers import release_reader
+from hfpaged.generation.readers import reader_released
 from hfpaged.generation.returned_cache import returned_cache
 from hfpaged.generation.routing import beam_reason, loop_reason, stock_reason
 from hfpaged.generation.rows import row_processors, row_specs
@@ -54,11 +54,8 @@ class PagedGenerationMixin:
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         generate = stocks(self, "generate")
-        try:
+        with reader_released(generate, args, kwargs), _adapters_of_call(self, kwargs):
             return generate(*args, **kwargs)
-        except BaseException as error:
-            release_reader(_streamer_of(generate, args, kwargs), error)
-            raise
 
     def _validate_model_kwargs(self, model_kwargs: dict[str, Any]) -> None:
         model_kwargs.pop("hfpaged", None)
@@ -102,8 +99,7 @@ class PagedGenerationMixin:
         call, reason = _routed(self, engine, input_ids, arguments)
         if reason is None:
             return _run_on_engine(self, engine, call)
-        _leave_to_stock(engine, call, reason)
-        return stocks(self, "_sample")(input_ids, **arguments)
+        return _run_on_stock(self, "_sample", engine, call, arguments, reason)
 
     def _beam_search(self, input_ids: Any, **arguments: Any) -> Any:
         engine = _engine_for(self, arguments)
@@ -112,8 +108,7 @@ class PagedGenerationMixin:
         if reason is None:
             with _paged_rows(self, engine, call, repeats=call.config.num_beams) as paged:
                 return BeamSearch(self, paged, call).run()
-        _leave_to_stock(engine, call, reason)
-        return stocks(self, "_beam_search")(input_ids, **arguments)
+        return _run_on_stock(self, "_beam_search", engine, call, arguments, reason)
 
     def _assisted_decoding(self, input_ids: Any, **arguments: Any) -> Any:
         engine = _engine_for(self, arguments)
@@ -126,14 +121,20 @@ class PagedGenerationMixin:
         reason = reason or loop_reason(self, call)
         if reason is None:
             return _run_assisted_loop(self, engine, call, arguments)
-        _leave_to_stock(engine, call, reason)
-        return stocks(self, "_assisted_decoding")(input_ids, **arguments)
+        return _run_on_stock(self, "_assisted_decoding", engine, call, arguments, reason)
 
 
-def _streamer_of(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The streamer among the arguments of a `generate`, which may not be valid; None if there is none."""
-    names = inspect.signature(generate).parameters
-    return {**dict(zip(names, args, strict=False)), **kwargs}.get("streamer")
+@contextmanager
+def _adapters_of_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> Iterator[None]:
+    """Put what PEFT has in hooks for this call among its options."""
+    engine = vars(model).get(STATE_ATTRIBUTE)
+    if engine is None:
+        yield
+        return
+    with engine.hooked_names.claimed(model) as names:
+        if names is not None and kwargs.get("custom_generate") is None:
+            kwargs["hfpaged"] = {"adapter": names, **(kwargs.get("hfpaged") or {})}
+        yield
 
 
 def _engine_for(model: PreTrainedModel, arguments: dict[str, Any]) -> Engine | None:
@@ -170,7 +171,8 @@ def _paged_rows(model: PreTrainedModel, engine: Engine, call: GenerateCall, repe
             "hfpaged={'seed': ...} does not apply to beams and to Transformers' own assisted decoding, which draw from "
             "PyTorch's generator"
         )
-    paged = PagedModel(model, engine, call.options, call.config.max_length, repeats)
+    adapters = row_adapters(model, call)
+    paged = PagedModel(model, engine, call.options, call.config.max_length, repeats, adapters)
     try:
         yield paged
     finally:
@@ -187,22 +189,29 @@ def _run_assisted_loop(model: PreTrainedModel, engine: Engine, call: GenerateCal
     return output
 
 
-def _leave_to_stock(engine: Engine | None, call: GenerateCall, reason: str) -> None:
+def _run_on_stock(
+    model: PreTrainedModel,
+    method: str,
+    engine: Engine | None,
+    call: GenerateCall,
+    arguments: dict[str, Any],
+    reason: str,
+) -> Any:
+    """Transformers' own decoding `method`, for this reason, unless the user prefers an error."""
     if engine is None:
-        return
+        return stocks(model, method)(call.input_ids, **arguments)
     if engine.config.on_unsupported == "raise":
         raise UnsupportedOptionError(
             f"the engine does not take this call ({reason}) and on_unsupported='raise'; "
             "patch with on_unsupported='stock' to let Transformers run it"
         )
-    ignored = [name for name in ("seed", "adapter") if getattr(call.options, name) is not None]
-    if isinstance(call.options.adapter, CarriedNames):
-        ignored.remove("adapter")  # PEFT's hooks see to it
-    if ignored:
+    if call.options.seed is not None:
         raise UnsupportedOptionError(
-            f"hfpaged={{{ignored[0]!r}: ...}} means nothing to Transformers' own code, which this call needs ({reason})"
+            f"hfpaged={{'seed': ...}} means nothing to Transformers' own code, which this call needs ({reason})"
         )
     engine.counters.fallbacks[reason] += 1
+    with rows_named(model, call):
+        return stocks(model, method)(call.input_ids, **arguments)
 
 
 def _run_on_engine(

@@ -41,7 +41,6 @@ class PagedCache(Cache):
         super().__init__(layers=[])
         self._engine = engine
         self.rows: list[GenerationHandle] = []
-        self.spec: RequestSpec | None = None
         self._padded_len = 0
 
     def __len__(self) -> int:
@@ -84,7 +83,6 @@ class PagedCache(Cache):
 
     def start(self, specs: list[RequestSpec], padded_len: int) -> None:
         """Begin the rows with their prompts."""
-        self.spec = specs[0]
         self.rows = self._engine.submit_specs(specs)
         self._padded_len = padded_len
 
@@ -107,7 +105,7 @@ class PagedCache(Cache):
     def _select(self, sources: list[int]) -> None:
         # The first row that goes on from a source takes it over; further ones are forks; unused sources end.
         repeated = [row for n, row in enumerate(sources) if row in sources[:n]]
-        forks = iter(self._engine.fork([self.rows[row] for row in repeated], self.spec) if repeated else [])
+        forks = iter(self._engine.fork([self.rows[row] for row in repeated]) if repeated else [])
         unused = [handle for row, handle in enumerate(self.rows) if row not in set(sources)]
         self.rows = [next(forks) if row in sources[:n] else self.rows[row] for n, row in enumerate(sources)]
         self._engine.cancel(unused)
@@ -120,15 +118,23 @@ class PagedModel(GenerationMixin):
         options: per-request options of the call.
         max_length: padded length that no row will pass.
         repeats: how many neighbouring rows start from one prompt.
+        adapters: one name a row; None: all rows go through those that are active.
     """
 
     def __init__(
-        self, model: PreTrainedModel, engine: EngineCore, options: RequestOptions, max_length: int, repeats: int
+        self,
+        model: PreTrainedModel,
+        engine: EngineCore,
+        options: RequestOptions,
+        max_length: int,
+        repeats: int,
+        adapters: list[str] | None,
     ):
         self._model = model
         self._options = options
         self._max_length = max_length
         self._repeats = repeats
+        self._adapters = adapters
         self.paged_cache = PagedCache(engine)
 
     def __getattr__(self, name: str) -> Any:
@@ -170,6 +176,7 @@ class PagedModel(GenerationMixin):
                 priority=self._options.priority,
                 cache_salt=self._options.cache_salt,
                 prefix_cache=self._options.prefix_cache,
+                adapter=None if self._adapters is None else self._adapters[row],
                 fork_of=row - row % self._repeats if row % self._repeats else None,
             )
             for row, prompt in enumerate(prompts)

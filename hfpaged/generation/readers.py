@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from transformers import AsyncTextIteratorStreamer, TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -22,6 +25,18 @@ class _Failure:
     __hash__ = None
 
 
+@contextlib.contextmanager
+def reader_released(generate: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """Around a call of `generate` with these arguments: whoever reads from its streamer learns that it failed."""
+    try:
+        yield
+    except BaseException as error:
+        # Any of the arguments may be what is wrong with the call.
+        names = inspect.signature(generate).parameters
+        release_reader({**dict(zip(names, args, strict=False)), **kwargs}.get("streamer"), error)
+        raise
+
+
 def release_reader(streamer: BaseStreamer | None, error: BaseException) -> None:
     """End the iterator of a call that failed: with the error, or just so if the call was cancelled.
 
@@ -30,8 +45,8 @@ def release_reader(streamer: BaseStreamer | None, error: BaseException) -> None:
     """
     if not isinstance(streamer, TextIteratorStreamer | AsyncTextIteratorStreamer):
         return
-    # An event loop that is closed has no reader any more.
-    with contextlib.suppress(RuntimeError):
+    # An event loop that is closed has no reader any more, and the streamer's tokenizer may be what has failed.
+    with contextlib.suppress(Exception):
         if isinstance(error, Exception) and not isinstance(error, RequestCancelled):
             _put_failure(streamer, _Failure(error))
         streamer.end()

@@ -10,7 +10,7 @@ from torch.nn.modules import module as torch_module
 from transformers import GenerationMixin, PreTrainedModel
 
 from hfpaged.compat import hooked_adapter_names, is_capture_hook, is_user_cache
-from hfpaged.generation.adapters import hooked_names
+from hfpaged.generation.adapters import RowNames
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.returned_cache import ReturnedCache
 from hfpaged.generation.rows import mask_is_left_padding, require_no_empty_row
@@ -64,8 +64,6 @@ def loop_reason(model: PreTrainedModel, call: GenerateCall) -> str | None:
         return "own _reorder_cache"
     if call.config.prefill_chunk_size is not None:
         return "prefill_chunk_size"
-    if call.options.adapter is not None or hooked_names(model) is not None:
-        return "adapters of rows"
     own_drafts = [name for name in SELF_SPECULATION if getattr(call.config, name, None)]
     if own_drafts:
         return own_drafts[0]
@@ -154,7 +152,7 @@ def _has_user_hooks(modules: Iterable[nn.Module]) -> bool:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         return True
     return any(
-        not is_capture_hook(hook) and hooked_adapter_names(hook) is None
+        not (is_capture_hook(hook) or hooked_adapter_names(hook) is not None or isinstance(hook, RowNames))
         for module in modules
         if module._forward_hooks or module._forward_pre_hooks
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())

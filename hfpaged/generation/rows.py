@@ -104,7 +104,6 @@ def row_specs(
     make_processors: MakeProcessors,
     steered: bool = False,
     guesses: LookupOptions | DraftOptions | None = None,
-    heeds_hooks: bool = True,
 ) -> list[RequestSpec]:
     """One request a row, in order.
 
@@ -112,13 +111,12 @@ def row_specs(
         make_processors: Transformers' own `_get_logits_processor` of this model.
         steered: the caller will process logits and feed tokens itself.
         guesses: how to guess ahead, where what a row asks for allows it.
-        heeds_hooks: see `row_adapters`.
     """
     prompts = unpadded(call.input_ids, call.attention_mask, vocabulary_size(model))
     repeats = max(1, call.config.num_return_sequences or 1)
     keys = _random_keys(call, repeats)
     state = ThreadState.capture(model.device.type)
-    adapters = row_adapters(model, call, heeds_hooks)
+    adapters = row_adapters(model, call)
     return [
         RequestSpec(
             prompt=prompt,

@@ -50,14 +50,10 @@ class EngineCore:
         """
         self._driver.post(lambda: self._stepper.feed(tokens, logits_for))
 
-    def fork(self, handles: Sequence[GenerationHandle], spec: RequestSpec) -> list[GenerationHandle]:
-        """Copies of steered requests that have taken their logits: each shares all its original's blocks.
-
-        Args:
-            spec: what the copies have in common; its prompt is not looked at.
-        """
+    def fork(self, handles: Sequence[GenerationHandle]) -> list[GenerationHandle]:
+        """Copies of steered requests that have taken their logits: each shares all its original's blocks."""
         children = [GenerationHandle(next(self._ids), handle.prompt_len, self._cancel_one) for handle in handles]
-        self._driver.post(lambda: self._stepper.fork(handles, children, spec))
+        self._driver.post(lambda: self._stepper.fork(handles, children))
         return children
 
     def rollback(self, handles: Sequence[GenerationHandle], count: int) -> None:

@@ -113,9 +113,7 @@ class Stepper:
                 scheduler = self.workspaces.holding(handle.request_id).scheduler
                 scheduler.append_tokens(handle.request_id, new_tokens, logits_for)
 
-    def fork(
-        self, parents: Iterable[GenerationHandle], children: Iterable[GenerationHandle], spec: RequestSpec
-    ) -> None:
+    def fork(self, parents: Iterable[GenerationHandle], children: Iterable[GenerationHandle]) -> None:
         """Add a copy of each parent. One whose parent has ended ends too."""
         for parent, child in zip(parents, children, strict=True):
             live = self.live.get(parent.request_id)
@@ -124,7 +122,7 @@ class Stepper:
                 continue
             request = live.request.copy(child.request_id)
             self.workspaces.holding(parent.request_id).scheduler.fork(parent.request_id, request)
-            self.live[request.id] = LiveRequest(spec, child, request, SampleRow(request.tokens))
+            self.live[request.id] = LiveRequest(live.spec, child, request, SampleRow(request.tokens))
 
     def rollback(self, handles: Iterable[GenerationHandle], count: int) -> None:
         """Forget the last tokens of steered requests. Ended ones are ignored."""

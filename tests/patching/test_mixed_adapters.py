@@ -13,6 +13,7 @@ from batches import left_padded, new_tokens
 from oracle import GREEDY, PROMPTS, assert_stock_text, stats
 from patching.test_peft import lora, randomize, with_adapters
 from peft import get_peft_model
+from transformers import LogitsProcessor, TextIteratorStreamer
 
 import hfpaged
 from hfpaged.errors import AdapterLostError, InputError, UnsupportedOptionError
@@ -140,23 +141,74 @@ def test_user_code_sees_the_batch_and_rows_keep_their_adapters(adapted):
     assert len(calls) == NEW and calls[0][0] == 3
 
 
-def test_beams_with_adapters_run_stock(adapted):
-    options = {**left_padded(PROMPTS), "adapter_names": NAMES, **OPTIONS, "num_beams": 2}
-    want = copy.deepcopy(adapted).generate(**options)
-    assert torch.equal(adapted.generate(**options), want)
-    assert stats(adapted)["fallbacks"] == {"adapters of rows": 1}
+# How a call is decoded, and the reason for which it runs on stock.
+MODES = {
+    "beams": ({"num_beams": 3}, None),
+    "beams of which two come back": ({"num_beams": 3, "num_return_sequences": 2}, None),
+    "guidance": ({"guidance_scale": 1.5}, None),
+    "stock": ({"use_cache": False}, "use_cache=False"),
+    "beams on stock": ({"num_beams": 3, "use_cache": False}, "use_cache=False"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_sends_rows_through_their_adapters(adapted, mode):
+    options, reason = MODES[mode]
+    options = {**left_padded(PROMPTS), **OPTIONS, **options}
+    fresh = copy.deepcopy(adapted)
+    want = [fresh.generate(**options, adapter_names=NAMES[turn:] + NAMES[:turn]) for turn in range(3)] * 2
+
+    def run(turn):
+        return adapted.generate(**options, adapter_names=NAMES[turn % 3 :] + NAMES[: turn % 3])
+
+    with ThreadPoolExecutor(4) as pool:
+        for got, expected in zip(pool.map(run, range(6)), want, strict=True):
+            assert torch.equal(got, expected)
+    assert stats(adapted)["fallbacks"] == ({reason: 6} if reason else {})
+    assert torch.equal(adapted.generate(**options), fresh.generate(**options))
+    hfpaged.engine(adapted).check()
+
+
+def test_a_model_patched_before_it_was_wrapped_takes_one_call_with_names_at_a_time(model):
+    """PEFT has the names in hooks on the layers, which do not say whose they are."""
+    adapted = with_adapters(model.patch(), "red", "blue")
+    want = [alone_with(adapted, prompt, name) for prompt, name in zip(PROMPTS, NAMES, strict=True)]
+    want_active = [alone_with(adapted, prompt, "red") for prompt in PROMPTS]
+    named = {**left_padded(PROMPTS), **OPTIONS, "adapter_names": NAMES}
+    refused = []
+
+    class Watch(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            with ThreadPoolExecutor(1) as pool:
+                refused.append(pool.submit(adapted.generate, **left_padded(PROMPTS), **OPTIONS).exception(60))
+            return scores
+
+    assert new_tokens(adapted.generate(**named, logits_processor=[Watch()]), PROMPTS) == want
+    assert len(refused) == NEW and all(isinstance(error, UnsupportedOptionError) for error in refused)
+    assert "hfpaged.patch(peft_model)" in str(refused[0])
+    with pytest.raises(ValueError, match="max_new_tokenz"):  # of which PEFT leaves its hooks behind
+        adapted.generate(**named, max_new_tokenz=3)
+    assert new_tokens(adapted.generate(**left_padded(PROMPTS), **OPTIONS), PROMPTS) == want_active
+
+
+@pytest.mark.parametrize("message", ["no adapter 'green'", "training mode"])
+def test_an_error_of_the_engine_or_of_peft_reaches_who_reads(adapted, message):
+    adapted.train(message == "training mode")
+    streamer = TextIteratorStreamer(None, skip_prompt=True, timeout=10)
+    with pytest.raises(ValueError, match=message):
+        adapted.generate(**left_padded(PROMPTS[:1]), **OPTIONS, adapter_names=["green"], streamer=streamer)
+    with pytest.raises(ValueError, match=message):
+        list(streamer)
 
 
 def test_what_cannot_be_mixed_is_refused_by_name(adapted, model):
     engine = hfpaged.engine(adapted)
     with pytest.raises(InputError, match=r"no adapter 'green'.*__base__, blue, red"):
         engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "green"})
-    with pytest.raises(UnsupportedOptionError, match="2 adapters were given for 3 rows"):
+    with pytest.raises(UnsupportedOptionError, match="2 adapters were given for 3 prompts"):
         adapted.generate(**left_padded(PROMPTS), **OPTIONS, hfpaged={"adapter": ["red", "blue"]})
     with pytest.raises(UnsupportedOptionError, match="must be a name"):
         engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": 3})
-    with pytest.raises(UnsupportedOptionError, match="means nothing to Transformers"):
-        adapted.generate(**left_padded(PROMPTS), **OPTIONS, use_cache=False, hfpaged={"adapter": "red"})
     adapted.merge_adapter()
     with pytest.raises(UnsupportedOptionError, match="unmerge"):
         engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "red"})
