@@ -43,9 +43,9 @@ def check_adapter(model: nn.Module, name: str) -> None:
 
 
 def layer_adapters(layer: nn.Module) -> Iterator[str]:
-    """Names of the LoRA adapters that a layer has."""
-    for attribute in ("lora_A", "lora_embedding_A"):
-        yield from getattr(layer, attribute, {})
+    """Names of the adapters that a layer has, as LoRA or as a copy of its own (`modules_to_save`)."""
+    for attribute in ("lora_A", "lora_embedding_A", "_adapters"):
+        yield from getattr(layer, attribute, ())
 
 
 class AdapterRows:
@@ -71,9 +71,11 @@ class AdapterRows:
 
     def why_lost(self, name: str) -> str | None:
         """Why requests cannot go on through an adapter that they began with; None: they can."""
-        if any(layer.merged for layer in self._layers):
+        if any(getattr(layer, "merged", False) for layer in self._layers):
             return "adapters were merged into the weights"
-        if name != BASE and not any(name in layer.scaling for layer in self._layers):
+        # The live model's own records, which its layers share with the view's.
+        records = (getattr(layer, "scaling", None) or getattr(layer, "_adapters", ()) for layer in self._layers)
+        if name != BASE and not any(name in record for record in records):
             return f"adapter {name!r} was deleted"
         return None
 

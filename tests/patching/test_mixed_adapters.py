@@ -114,11 +114,17 @@ def test_a_list_names_one_for_each_prompt(adapted):
     assert new_tokens(out, PROMPTS) == [text for text in want for _ in range(2)]
 
 
-def test_an_adapter_on_the_head_and_embeddings(model):
+@pytest.mark.parametrize(
+    "fields",
+    [{"target_modules": ["q_proj", "lm_head", "embed_tokens"]}, {"modules_to_save": ["lm_head"]},
+     {"trainable_token_indices": [3, 4, 5]}],
+    ids=str,
+)  # fmt: skip
+def test_an_adapter_on_the_head_and_embeddings(model, fields):
     config = lora()
-    config.target_modules = ["q_proj", "lm_head", "embed_tokens"]
+    vars(config).update(fields)
     peft_model = get_peft_model(model, config, adapter_name="red")
-    peft_model.add_adapter("blue", lora())
+    peft_model.add_adapter("blue", copy.deepcopy(config) if "target_modules" not in fields else lora())
     for seed, name in enumerate(("red", "blue")):
         randomize(peft_model, name, seed)
     adapted = hfpaged.patch(peft_model.eval())
