@@ -104,8 +104,8 @@ class HookedNames:
         hooked = [names for names in hooked if not any(names is one for one in self._left_behind)]
         if len(hooked) > 1 or self._owner not in (None, threading.get_ident()):
             raise UnsupportedOptionError(
-                "calls beside one with adapter_names need hfpaged.patch(peft_model): this model was patched before PEFT "
-                "wrapped it, and does not see whose names they are"
+                "calls beside one with adapter_names need hfpaged.patch(peft_model): this model was patched before "
+                "PEFT wrapped it, and does not see whose names they are"
             )
         return hooked[0] if hooked else None
 

@@ -27,7 +27,8 @@ def speculation_options(
     if any(getattr(config, name, None) for name in (*SELF_SPECULATION, "assistant_ensemble_weight")):
         return None
     if config.prompt_lookup_num_tokens is not None:
-        return LookupOptions(config.prompt_lookup_num_tokens, config.max_matching_ngram_size or 2)
+        lookup = LookupOptions(config.prompt_lookup_num_tokens, config.max_matching_ngram_size or 2)
+        return lookup if lookup.num_tokens > 0 and lookup.max_ngram > 0 else None
     if assistant is None or not _can_draft(model, assistant, call, arguments):
         return None
     return DraftOptions(unwrap(assistant), assistant.generation_config.num_assistant_tokens or DEFAULT_NUM_TOKENS)
