@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from batches import alone
 from families import VOCAB_SIZE, build_tiny
+from generation.rows_alone import GREEDY, PROMPTS
 from quiet import small_and_quiet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -33,6 +35,18 @@ def pair() -> Iterator[Pair]:
     paged.patch()
     yield Pair(stock, paged)
     paged.unpatch()
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[list[int]]:
+    """Greedy texts that nothing ends."""
+    return [alone(pair.stock, prompt, eos_token_id=-1, **GREEDY) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def enders(plain: list[list[int]]) -> list[int]:
+    """End tokens at which some of the rows end early and others do not."""
+    return [plain[1][2], plain[3][6]]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "gemma2", "mistral"])

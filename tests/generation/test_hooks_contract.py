@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import threading
 
@@ -19,15 +20,20 @@ LONG = {**OPTIONS, "max_new_tokens": 300}
 NEIGHBOURS = random_prompts((5, 20, 33, 12), seed=4)
 
 
-class Hook:
+class Hook(abc.ABC):
     """A forward hook for the calls of the thread that made it; those of others pass."""
 
     def __init__(self) -> None:
         self.trace: list[tuple] = []
         self.owner = threading.get_ident()
 
+    @abc.abstractmethod
     def modules(self, model):
-        raise NotImplementedError
+        """Those that it is registered on."""
+
+    @abc.abstractmethod
+    def change(self, module, args, kwargs, output):
+        """What a hook of PyTorch's returns: another output, or None."""
 
     @contextlib.contextmanager
     def on(self, model):
