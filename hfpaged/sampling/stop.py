@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
     MaxLengthCriteria,
@@ -80,7 +82,10 @@ Row = tuple[Sequence[int], StopRule]
 
 
 class StopChecker:
-    """Checks rows after each step. Keeps nothing between calls."""
+    """Checks rows after each step. Keeps nothing between calls but what it knows of stock's tables while they live."""
+
+    def __init__(self) -> None:
+        self._string_ends: MutableMapping[torch.Tensor, Container[int]] = WeakTensorKeyDictionary()
 
     def finished(self, rows: Sequence[Row]) -> list[bool]:
         """Whether each row, with the token it just got as its last one, has ended.
@@ -93,28 +98,51 @@ class StopChecker:
         """
         now = time.time()
         ended = [_ends_cheaply(tokens, rule, now) for tokens, rule in rows]
-        _check_stop_strings(rows, ended)
-        for index, (tokens, rule) in enumerate(rows):
+        reading = [index for index, (_, rule) in enumerate(rows) if rule.looks_at_text and not ended[index]]
+        if reading:
+            self._check_stop_strings(rows, reading, ended)
+        for index in reading:
+            tokens, rule = rows[index]
             if not ended[index] and rule.others:
                 ended[index] = _ends_by_others(tokens, rule)
         return ended
+
+    def _check_stop_strings(self, rows: Sequence[Row], reading: Iterable[int], ended: list[bool]) -> None:
+        """Call each stop-string criterion once for all rows that it may end, and note which of them ended."""
+        # Criteria of separate calls with the same strings and tokenizer share one table, through stock's own cache.
+        groups: dict[int, tuple[StopStringCriteria, list[int]]] = {}
+        for index in reading:
+            tokens, rule = rows[index]
+            for criterion in rule.stop_strings:
+                if tokens[-1] in self._ends_of(criterion):
+                    groups.setdefault(id(criterion.embedding_vec), (criterion, []))[1].append(index)
+        for criterion, members in groups.values():
+            matches = criterion(_last_ids(criterion, [rows[index][0] for index in members]), None)
+            for index, match in zip(members, matches.tolist(), strict=True):
+                ended[index] = ended[index] or match
+
+    def _ends_of(self, criterion: StopStringCriteria) -> Container[int]:
+        table = criterion.embedding_vec
+        ends = self._string_ends.get(table)
+        if ends is None:
+            ends = self._string_ends[table] = _string_ends(criterion)
+        return ends
 
 
 def _ends_cheaply(tokens: Sequence[int], rule: StopRule, now: float) -> bool:
     return rule.ends_with(len(tokens), tokens[-1]) or (rule.deadline is not None and now > rule.deadline)
 
 
-def _check_stop_strings(rows: Sequence[Row], ended: list[bool]) -> None:
-    """Call each stop-string criterion once for all rows that share it, and note which of them ended."""
-    # Criteria of separate calls with the same strings and tokenizer share one table, through stock's own cache.
-    groups: dict[int, tuple[StopStringCriteria, list[int]]] = {}
-    for index, (_, rule) in enumerate(rows):
-        for criterion in () if ended[index] else rule.stop_strings:
-            groups.setdefault(id(criterion.embedding_vec), (criterion, []))[1].append(index)
-    for criterion, members in groups.values():
-        matches = criterion(_last_ids(criterion, [rows[index][0] for index in members]), None)
-        for index, match in zip(members, matches.tolist(), strict=True):
-            ended[index] = ended[index] or match
+def _string_ends(criterion: StopStringCriteria) -> Container[int]:
+    """The tokens that one of the criterion's strings can end in; no text that ends in another token matches.
+
+    A row of its table has for each string the positions where the token fits into it, then for each string how much
+    of the string's end the token can hold, then the token's length; -1 in places that are not used.
+    """
+    if "" in criterion.stop_strings:
+        return range(sys.maxsize)
+    first = criterion.max_valid_positions * criterion.num_stop_strings
+    return frozenset((criterion.embedding_vec[:, first:-1] > 0).any(dim=1).nonzero()[:, 0].tolist())
 
 
 def _last_ids(criterion: StopStringCriteria, sequences: Sequence[Sequence[int]]) -> torch.LongTensor:

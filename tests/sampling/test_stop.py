@@ -113,6 +113,59 @@ def test_criteria_that_share_stocks_table_are_evaluated_once(
     assert batches == [5]
 
 
+def words_tokenizer() -> PreTrainedTokenizerBase:
+    """One whose tokens stock matches as text and not as bytes. Stock wants a text "abcdef" to exist."""
+    words = ["a", "b", "ab", "ba", "bab", "\n", "é", "aé", "stop", "op", "€", "?", "abcdef"]
+    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="?"))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+
+
+@pytest.mark.parametrize("kind", ["byte level", "words"])
+def test_random_strings_end_random_texts_where_stock_ends_them(tokenizer: PreTrainedTokenizerBase, kind: str) -> None:
+    if kind == "words":
+        tokenizer = words_tokenizer()
+    generator = random.Random(1)
+    strings = ["a", "ab", "aba", "bab", "b\nb", "op", "stop", "é", "aé", "€", "é€", "pp", " s", "\n\n", ""]
+    vocabulary = sorted(set(tokenizer.get_vocab().values()))
+    letters = tokenizer("".join("ababop é€st\n")).input_ids
+    checker, ends = StopChecker(), 0
+    for _ in range(60):
+        chosen = generator.sample(strings, generator.randint(1, 4))
+        try:
+            criterion = StopStringCriteria(tokenizer, chosen)
+        except ValueError:  # no token can hold the end of any of them
+            continue
+        texts = [
+            generator.choices(generator.choice([letters, vocabulary]), k=generator.randint(1, 9)) for _ in range(40)
+        ]
+        expected = [stock_finished([criterion], text) for text in texts]
+        rule = StopRule.from_criteria([criterion])
+        assert checker.finished([(text, rule) for text in texts]) == expected, chosen
+        ends += sum(expected)
+    assert 100 < ends < 2000
+
+
+def test_stock_is_not_asked_about_a_token_that_no_string_ends_in(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    criterion = StopStringCriteria(tokenizer, ["stop", "€"])
+    monkeypatch.setattr(StopStringCriteria, "__call__", None)
+    rule = StopRule.from_criteria([criterion])
+    assert StopChecker().finished([(tokenizer("stop it").input_ids, rule)]) == [False]
+
+
+def test_nothing_is_kept_of_tables_that_stock_has_dropped(tokenizer: PreTrainedTokenizerBase) -> None:
+    checker = StopChecker()
+    for number in range(3):
+        criterion = copy.copy(StopStringCriteria(tokenizer, "stop"))
+        criterion.embedding_vec = criterion.embedding_vec.clone()
+        checker.finished([([number], StopRule.from_criteria([criterion]))])
+        assert len(checker._string_ends) == 1
+        del criterion
+    assert not len(checker._string_ends)
+
+
 class EndsOnEvenLength(StoppingCriteria):
     def __init__(self, as_tensor: bool) -> None:
         self.as_tensor = as_tensor
