@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
 
-from hfpaged.runtime.kv_cache import BlockContent
+from hfpaged.runtime.block_mover import BlockContent
 
 
 class BlockStore(ABC):

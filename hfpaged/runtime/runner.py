@@ -26,7 +26,7 @@ class Runner:
 
     def __init__(self, tier: Tier, cache: KVCache, store: BlockStore, block_size: int):
         self.tier = tier
-        self._cache = cache
+        self._mover = cache.mover
         self._store = store
         self._tables = BlockTables(block_size, padding_block=cache.num_blocks)
         self._drawn_at: dict[int, int] = {}
@@ -74,12 +74,12 @@ class Runner:
 
     def _move_blocks(self, plan: Plan) -> None:
         for request_id, blocks in plan.stores:
-            self._store.store(request_id, len(blocks), self._cache.read(blocks))
+            self._store.store(request_id, len(blocks), self._mover.read(blocks))
             self._tables.forget(request_id)
         if plan.copies:
-            self._cache.copy(plan.copies)
+            self._mover.copy(plan.copies)
         for request_id, blocks in plan.loads:
-            self._cache.write(blocks, self._store.load(request_id))
+            self._mover.write(blocks, self._store.load(request_id))
 
 
 def probe_layers(view: EngineView, state: ThreadState) -> list[SeenLayer]:

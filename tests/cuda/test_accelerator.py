@@ -83,6 +83,23 @@ class Arrived:
         self.cuda.note("memory is read on", stream.name)
 
 
+class PageLocked(Host):
+    """What blocks are copied out to."""
+
+    def __init__(self, cuda, is_page_locked):
+        super().__init__(cuda)
+        self.is_page_locked = is_page_locked
+
+    def copy_(self, source, non_blocking):
+        self.cuda.note("copy from the device", self.is_page_locked, non_blocking)
+
+
+class Source(Arrived):
+    """Device memory that is copied out."""
+
+    shape, dtype = torch.Size([2]), torch.float32
+
+
 class Target:
     """Memory of a captured step."""
 
@@ -127,6 +144,29 @@ def test_memory_that_a_step_may_still_read_is_written_in_the_order_of_steps(cuda
     target = Target(cuda)
     assert accelerator.upload(Host(cuda), target) is target
     assert cuda.log[-1] == ("ordinary", "copy on the device", True)
+
+
+def test_blocks_go_out_beside_the_steps_and_come_back_behind_that(cuda, accelerator, monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: PageLocked(cuda, pin_memory))
+    host = accelerator.move_out(Source(cuda))
+    moving = cuda.log[0][0]
+    assert moving != "ordinary"
+    # The copy waits for what fills its source. Nobody waits for the copy.
+    assert cuda.log == [
+        (moving, "waits for", "ordinary"),
+        (moving, "copy from the device", True, True),
+        ("ordinary", "memory is read on", moving),
+    ]
+    cuda.log.clear()
+    accelerator.move_in(host)
+    assert cuda.log == [
+        (moving, "copy to", "cuda:0", True),
+        ("ordinary", "waits for", moving),
+        ("ordinary", "memory is read on", "ordinary"),
+    ]
+    cuda.log.clear()
+    accelerator.upload(Host(cuda))
+    assert cuda.log[0][0] not in ("ordinary", moving)
 
 
 def test_work_beside_the_steps_is_waited_for_and_nothing_else(cuda, accelerator):

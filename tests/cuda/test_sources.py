@@ -77,7 +77,7 @@ def test_no_tensor_is_made_from_host_data_but_by_an_upload(module):
 
 def test_the_accelerator_copies_without_blocking():
     copies = [node for node in method_calls(UPLOADS) if node.func.attr in ("to", "copy_")]
-    assert len(copies) == 3
+    assert len(copies) == 4
     for node in copies:
         assert "non_blocking=True" in ast.unparse(node)
 

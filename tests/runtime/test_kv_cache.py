@@ -27,6 +27,6 @@ def test_copied_blocks_are_equal_and_the_others_as_before(backend, dtype):
     for tensor in tensors:
         tensor.copy_(torch.randn(tensor.shape))
     before = [tensor.clone() for tensor in tensors]
-    cache.copy(((0, 3), (0, 4), (2, 1)))
+    cache.mover.copy(((0, 3), (0, 4), (2, 1)))
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor, old[[0, 2, 2, 0, 0, 5]])

@@ -59,6 +59,14 @@ class Download(NamedTuple):
     number: int
 
 
+class Move(NamedTuple):
+    """A copy from the device beside the steps. The host never knows when it is there, and sees none of it."""
+
+    source: torch.Tensor
+    content: torch.Tensor
+    host: StorageWeakRef
+
+
 class FakeMark:
     """A point in the fake device's work."""
 
@@ -76,6 +84,7 @@ class FakeAccelerator(Accelerator):
         host_waits: how often the host had to wait for work that was not known to be done.
         captures, replays: how many.
         recorder: what records now, if anything does.
+        moved_out: how many tensors were copied out beside the stream.
         turns_beside: how often work was queued beside the stream.
         handed_over: shapes of what came from there.
         replaying: recording and number of the replay that runs now; None outside.
@@ -88,7 +97,7 @@ class FakeAccelerator(Accelerator):
         self.page_locked, self.on_device = Storages(), Storages()
         self.host_waits = self.captures = self.replays = 0
         self.recorder: Recorder | None = None
-        self.turns_beside = 0
+        self.moved_out = self.turns_beside = 0
         self.handed_over: list[torch.Size] = []
         self.replaying: tuple[int, int] | None = None
         self.fails_to_capture = False
@@ -98,6 +107,7 @@ class FakeAccelerator(Accelerator):
         self._queued = self._completed = 0
         self._uploads: list[Upload] = []
         self._downloads: list[Download] = []
+        self._moves: list[Move] = []
 
     # ---- the interface ----
 
@@ -120,6 +130,22 @@ class FakeAccelerator(Accelerator):
             raise DeviceError("a copy to pageable memory blocks the host")
         self._downloads.append(Download(source.clone(), host, self.queue()))
         host.fill_(POISON)
+
+    def move_out(self, source: torch.Tensor) -> torch.Tensor:
+        self.forbid_while_capturing("copying to the host")
+        host = self.page_locked.add(torch.empty_like(source))
+        self._moves.append(Move(source, source.clone(), StorageWeakRef(host.untyped_storage())))
+        host.fill_(POISON)
+        self.moved_out += 1
+        return host
+
+    def move_in(self, host: torch.Tensor) -> torch.Tensor:
+        self.forbid_while_capturing("copying from the host")
+        self._check_moves()
+        found = [move for move in self._moves if move.host.cdata == host.untyped_storage()._cdata]
+        if not found:
+            raise DeviceError("only what was moved out comes back")
+        return self.on_device.add(found[0].content[: len(host)].clone())
 
     def mark(self) -> Mark:
         return FakeMark(self, self._queued)
@@ -172,16 +198,28 @@ class FakeAccelerator(Accelerator):
         for copy in [copy for copy in self._downloads if self.is_done(copy.number)]:
             copy.host.copy_(copy.content)
             self._downloads.remove(copy)
+        self._check_moves()
 
     def forbid_while_capturing(self, what: str) -> None:
         """Fail if work is being recorded."""
         if self.recorder is not None:
             raise DeviceError(f"{what} is not permitted while capturing")
 
+    def _check_moves(self) -> None:
+        self._moves = [move for move in self._moves if not move.host.expired()]
+        for move in self._moves:
+            if not torch.equal(_bits(move.source), _bits(move.content)):
+                raise DeviceError("memory was written while it was being copied out")
+
     def _check_uploads(self) -> None:
         for copy in self._uploads:
             if not torch.equal(copy.host, copy.content):
                 raise DeviceError("page-locked memory was written while the device was reading it")
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Comparable, also where it is no number."""
+    return tensor.contiguous().view(torch.uint8)
 
 
 # What a stream cannot do while it is being captured: their results, or the shapes of them, are the host's to know.

@@ -57,6 +57,17 @@ class Accelerator(ABC):
         """Queue a copy into page-locked memory, to be read behind a mark."""
 
     @abstractmethod
+    def move_out(self, source: torch.Tensor) -> torch.Tensor:
+        """Queue a copy to new page-locked memory that what is queued behind it does not wait for.
+
+        Nothing may write `source` afterwards. The copy is for `move_in` alone: the host is not told when it is there.
+        """
+
+    @abstractmethod
+    def move_in(self, host: torch.Tensor) -> torch.Tensor:
+        """Queue a copy to the device of what `move_out` returned, or of its first elements."""
+
+    @abstractmethod
     def mark(self) -> Mark:
         """A point behind all that has been queued."""
 
@@ -86,6 +97,8 @@ class CudaAccelerator(Accelerator):
     def __init__(self, device: torch.device):
         super().__init__(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
         self._copying = torch.cuda.Stream(self.device)
+        # Of its own: the few numbers that a step needs do not wait for blocks.
+        self._moving = torch.cuda.Stream(self.device)
         self._beside = torch.cuda.Stream(self.device)
         self._recording = torch.cuda.Stream(self.device)
         self._pool: Any = None
@@ -100,17 +113,36 @@ class CudaAccelerator(Accelerator):
 
     def upload(self, host: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Accelerator.upload`. The copy need not wait for the step that is running."""
-        stream = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self._copying):
-            arrived = host.to(self.device, non_blocking=True)
-        stream.wait_stream(self._copying)
-        # Its memory was taken on the other stream, which would take it again too early.
-        arrived.record_stream(stream)
+        arrived = self._arrived(host, self._copying)
         return arrived if out is None else out.copy_(arrived, non_blocking=True)
+
+    def _arrived(self, host: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+        """A copy that is made on another stream, and that the stream itself waits for."""
+        stream = torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(side):
+            arrived = host.to(self.device, non_blocking=True)
+        stream.wait_stream(side)
+        # As in `move_out`.
+        arrived.record_stream(stream)
+        return arrived
 
     def download(self, source: torch.Tensor, host: torch.Tensor) -> None:
         """See `Accelerator.download`."""
         host.copy_(source, non_blocking=True)
+
+    def move_out(self, source: torch.Tensor) -> torch.Tensor:
+        """See `Accelerator.move_out`."""
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        self._moving.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._moving):
+            host.copy_(source, non_blocking=True)
+        # Its memory was taken on the other stream, which would take it again too early.
+        source.record_stream(self._moving)
+        return host
+
+    def move_in(self, host: torch.Tensor) -> torch.Tensor:
+        """See `Accelerator.move_in`. On the stream that the copies out are on, so that it comes behind them."""
+        return self._arrived(host, self._moving)
 
     def mark(self) -> Mark:
         """See `Accelerator.mark`."""
