@@ -1,8 +1,8 @@
 """Drawing tokens where the logits are, without the host waiting for them: what most rows ask for, and no more.
 
 The scores go through the numbers of `stages`, and the token is drawn with the same random number as `Sampler` would
-draw it, so that it does not matter which of the two draws. What work there is depends on nothing but shapes and
-`Filters`, so that it can be captured: a filter leaves the scores of a row that does not use it as they are.
+draw it, so that it does not matter which of the two draws. What work there is depends on nothing but shapes, so that it
+can be captured: a filter leaves the scores of a row that does not use it as they are.
 """
 
 from __future__ import annotations
@@ -11,29 +11,28 @@ import torch
 from torch import Tensor
 
 from hfpaged.sampling.distribution import drawn_indices
-from hfpaged.sampling.draw_table import ALL_FILTERS, MIN_P, REST, TEMPERATURE, TOP_K, UNIFORM, Filters
+from hfpaged.sampling.draw_table import IS_SAMPLED, MIN_P, REST, TEMPERATURE, TOP_K, UNIFORM
 from hfpaged.sampling.stages import EXCLUDED
 
 
-def draw_on_device(logits: Tensor, numbers: Tensor, filters: Filters = ALL_FILTERS) -> Tensor:
+def draw_on_device(logits: Tensor, argmax: Tensor, numbers: Tensor) -> Tensor:
     """Draw one token a row.
 
     Args:
         logits: [N, V] of any floating dtype; not modified.
-        numbers: float64 [NUM_NUMBERS, N] as in `DrawTable`, on the device of `logits`. Every row is drawn.
+        argmax: int64 [N], the tokens of rows that are not sampled.
+        numbers: float64 [NUM_NUMBERS, N] as in `DrawTable`, on the device of `logits`.
 
     Returns:
-        int64 [N]; -1 where the scores have NaN or +inf.
+        int64 [N]; -1 where the scores of a sampled row have NaN or +inf.
     """
     scores = logits.to(torch.float32, copy=True)
     _divide(scores, _column(numbers[TEMPERATURE], scores))
-    if filters.by_rank:
-        _keep_top(scores, numbers[TOP_K].long().unsqueeze(1), _column(numbers[REST], scores))
-    if filters.by_share:
-        probabilities = scores.softmax(dim=-1)
-        threshold = _column(numbers[MIN_P], scores) * probabilities.amax(dim=-1, keepdim=True)
-        scores.masked_fill_(probabilities < threshold, EXCLUDED)
-    return drawn_indices(scores, numbers[UNIFORM])
+    _keep_top(scores, numbers[TOP_K].long().unsqueeze(1), _column(numbers[REST], scores))
+    probabilities = scores.softmax(dim=-1)
+    threshold = _column(numbers[MIN_P], scores) * probabilities.amax(dim=-1, keepdim=True)
+    scores.masked_fill_(probabilities < threshold, EXCLUDED)
+    return torch.where(numbers[IS_SAMPLED] > 0, drawn_indices(scores, numbers[UNIFORM]), argmax)
 
 
 def _column(values: Tensor, like: Tensor) -> Tensor:

@@ -62,23 +62,6 @@ class DrawSettings(NamedTuple):
         )
 
 
-class Filters(NamedTuple):
-    """Which filters are applied to rows of scores; those left out must be neutral in all of them.
-
-    Attributes:
-        by_rank: top_k and top_p, which share a sort of the scores.
-        by_share: min_p.
-    """
-
-    by_rank: bool = True
-    by_share: bool = True
-
-    @classmethod
-    def needed_for(cls, numbers: np.ndarray) -> Filters:
-        """Those that any of the draws uses; `numbers` as in `DrawTable`."""
-        return cls(bool((numbers[TOP_K] > 0).any() or (numbers[REST] >= 0).any()), bool((numbers[MIN_P] > 0).any()))
-
-
 class Draw(NamedTuple):
     """One token to draw.
 
@@ -142,5 +125,4 @@ class DrawTable(NamedTuple):
         return numbers
 
 
-ALL_FILTERS = Filters()
 NO_DRAWS = DrawTable.of(())

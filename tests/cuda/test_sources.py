@@ -16,7 +16,7 @@ import hfpaged
 PACKAGE = Path(hfpaged.__file__).parent
 # Whatever is added to these folders is on the way to launching a step until it is said here that it is not.
 READS_THE_TOKENS = "runtime/device/settlement.py"
-RUNS_ON_THE_DEVICE = "runtime/attention/triton_kernels.py"
+RUN_ON_THE_DEVICE = ("runtime/attention/triton_kernels.py", "runtime/device/draw_kernels.py")
 MODULES = sorted(
     str(path.relative_to(PACKAGE))
     for path in (
@@ -26,7 +26,7 @@ MODULES = sorted(
         *(PACKAGE / "runtime/attention").glob("*_tables.py"),
         PACKAGE / "sampling/device_draw.py",
     )
-    if str(path.relative_to(PACKAGE)) not in (READS_THE_TOKENS, RUNS_ON_THE_DEVICE)
+    if str(path.relative_to(PACKAGE)) not in (READS_THE_TOKENS, *RUN_ON_THE_DEVICE)
 )
 WAITING = {"item", "cpu", "tolist", "nonzero", "masked_select", "argwhere", "unique", "is_nonzero", "equal", "any"}
 # Marks that are known to be long past, and what the accelerator offers for those who want to wait.

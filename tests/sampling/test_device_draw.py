@@ -8,8 +8,14 @@ import torch
 from sampling.draw_cases import drawn_by_the_host, logits, numbers_of, rows, table_of
 
 from hfpaged.sampling.device_draw import draw_on_device
-from hfpaged.sampling.draw_table import IS_SAMPLED, NUM_NUMBERS, DrawSettings, DrawTable, Filters
+from hfpaged.sampling.draw_table import IS_SAMPLED, NUM_NUMBERS, DrawSettings, DrawTable
 from hfpaged.sampling.sampler import SampleRow
+
+GIVEN = -7
+
+
+def drawn(scores, numbers):
+    return draw_on_device(scores, torch.full((len(scores),), GIVEN), numbers).tolist()
 
 
 @pytest.mark.parametrize("step", [None, 0.5, 2.0])
@@ -17,25 +23,28 @@ from hfpaged.sampling.sampler import SampleRow
 def test_all_kinds_of_rows_at_once_draw_what_the_host_draws(step, dtype):
     scores = logits(step, dtype)
     before = scores.clone()
-    assert draw_on_device(scores, torch.from_numpy(numbers_of(rows()))).tolist() == drawn_by_the_host(scores)
+    assert drawn(scores, torch.from_numpy(numbers_of(rows()))) == drawn_by_the_host(scores)
     assert torch.equal(scores, before)
 
 
-def test_filters_that_nobody_uses_change_nothing():
-    scores, numbers = logits(0.5), numbers_of(rows())
-    together = draw_on_device(scores, torch.from_numpy(numbers))
+def test_a_rows_token_does_not_depend_on_the_others():
+    scores, numbers = logits(0.5), torch.from_numpy(numbers_of(rows()))
+    together = drawn(scores, numbers)
     for index in range(20):
-        own = numbers[:, index : index + 1]
-        alone = draw_on_device(scores[index : index + 1], torch.from_numpy(own), Filters.needed_for(own))
-        assert alone.tolist() == together[index : index + 1].tolist()
-    assert Filters.needed_for(numbers[:, :2]) == Filters(by_rank=False, by_share=False)
+        assert drawn(scores[index : index + 1], numbers[:, index : index + 1]) == together[index : index + 1]
+
+
+def test_rows_that_are_not_sampled_get_the_token_that_is_given():
+    scores, numbers = logits()[:3], numbers_of(rows()[:3])
+    numbers[IS_SAMPLED] = [1, 0, 1]
+    assert drawn(scores, torch.from_numpy(numbers))[1] == GIVEN
 
 
 def test_rows_with_numbers_that_are_none_give_no_token():
     scores = logits()[:10].clone()
     scores[3, 7], scores[5, 7] = float("nan"), float("inf")
-    drawn = draw_on_device(scores, torch.from_numpy(numbers_of(rows()[:10])))
-    assert (drawn < 0).nonzero()[:, 0].tolist() == [3, 5]
+    tokens = drawn(scores, torch.from_numpy(numbers_of(rows()[:10])))
+    assert [index for index, token in enumerate(tokens) if token < 0] == [3, 5]
 
 
 def test_a_table_by_row_leaves_other_rows_to_their_likeliest_token():

@@ -1,5 +1,7 @@
 """Compiles the Triton kernels for a GPU that is not here. Prints the shared memory of each variant as JSON.
 
+The kernel that draws is among them.
+
 compile_triton.py sm_90 bf16 "[[128, 128]]"
 """
 
@@ -17,9 +19,11 @@ from triton.compiler import ASTSource, compile
 from hfpaged.runtime.attention import triton_launch
 from hfpaged.runtime.attention.interface import AttentionParams
 from hfpaged.runtime.attention.tile_tables import Tiles, TileTables
+from hfpaged.runtime.device import draw_launch
+from hfpaged.sampling.draw_table import NUM_NUMBERS
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64"}
 
 
 class Compiler:
@@ -84,7 +88,17 @@ def main() -> None:
                 tables = TileTables(numbers, numbers, numbers, singles, tiles, numbers)
                 triton_launch.attend(cache, query, AttentionParams(1.0), tables)
                 used[f"{key_dim}, {value_dim}, {kind}"] = attention.shared
-    print(json.dumps(used))
+    print(json.dumps({**used, "draw": draw(target, dtype)}))
+
+
+def draw(target: GPUTarget, dtype: torch.dtype) -> int:
+    """Compile the kernel that draws."""
+    kernels = draw_launch.kernels()
+    compiler = Compiler(kernels.draw_kernel, target)
+    with mock.patch.object(kernels, "draw_kernel", compiler):
+        tokens, numbers = torch.zeros(1, dtype=torch.int64), torch.zeros(NUM_NUMBERS, 1, dtype=torch.float64)
+        draw_launch.draw_by_kernel(torch.zeros(1, 16, dtype=dtype), tokens, numbers)
+    return compiler.shared
 
 
 if __name__ == "__main__":

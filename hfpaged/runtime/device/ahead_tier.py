@@ -9,6 +9,7 @@ from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.runtime.attention.interface import AheadBackend
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.device.captured_steps import CapturedSteps, StepWork
+from hfpaged.runtime.device.draw_launch import choose_draw
 from hfpaged.runtime.device.draws import Drawer, StepTensors
 from hfpaged.runtime.device.fused_forwards import FusedForwards
 from hfpaged.runtime.device.inputs import InputWriter, StepInputs
@@ -47,7 +48,8 @@ class AheadTier(Tier):
         self._fused = FusedForwards(view, backend.dtype, fusions) if state.autocast_dtype is None else None
         self._accelerator = backend.accelerator
         self._writer = InputWriter(self._accelerator)
-        self._drawer = Drawer(self._accelerator)
+        self._drawn_by = choose_draw(self._accelerator.device, backend.dtype)
+        self._drawer = Drawer(self._accelerator, self._drawn_by.function)
         self._drawn = torch.zeros(most_drawn, dtype=torch.int64, device=self._accelerator.device)
         self._replayed_steps = 0
         recorder = PieceRecorder(self._accelerator, view.model, view.step.layers, state.applied)
@@ -96,7 +98,8 @@ class AheadTier(Tier):
 
     def refusals(self) -> dict[str, int]:
         """See `Tier.refusals`."""
-        return {} if self._fused is None else dict(self._fused.refusals)
+        found = {} if self._fused is None else dict(self._fused.refusals)
+        return found if self._drawn_by.problem is None else {**found, f"draws: {self._drawn_by.problem}": 1}
 
     def on_weights_changed(self) -> None:
         """Captured steps read the memory that the weights were in."""

@@ -19,7 +19,7 @@ import torch
 from hfpaged.runtime.attention.interface import AheadBackend
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.device.accelerator import Accelerator
-from hfpaged.runtime.device.draws import Drawer, StepTensors, draw_by_row
+from hfpaged.runtime.device.draws import Drawer, StepTensors
 from hfpaged.runtime.device.inputs import InputWriter, StepInputs, padded, padding_batch, single_tokens
 from hfpaged.runtime.device.pieces import CapturedWork, PieceRecorder
 from hfpaged.sampling.draw_table import DrawTable
@@ -198,10 +198,10 @@ class CapturedSteps:
             return slot.draws.outputs
         found, draw_rows = slot.captured.outputs, slot.inputs.view(_ROWS_OF_INPUTS, -1)[-1]
         # Once as it is: that loads what a recording cannot.
-        drawn = draw_by_row(found, draw_rows, slot.numbers)
+        drawn = self._drawer.draw_by_row(found, draw_rows, slot.numbers)
         free = self._accelerator.free_memory()
         try:
-            slot.draws = self._work.recorder.run(lambda: draw_by_row(found, draw_rows, slot.numbers))
+            slot.draws = self._work.recorder.run(lambda: self._drawer.draw_by_row(found, draw_rows, slot.numbers))
         except Exception as error:  # drawn it is all the same
             self._note_problem("the draw", error)
         self._count_memory(free)

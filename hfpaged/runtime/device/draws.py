@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 
 from hfpaged.runtime.device.accelerator import Accelerator
+from hfpaged.runtime.device.draw_launch import DrawFunction
 from hfpaged.runtime.device.staging import PinnedRing
-from hfpaged.sampling.device_draw import draw_on_device
-from hfpaged.sampling.draw_table import IS_SAMPLED, NUM_NUMBERS, DrawTable, Filters
+from hfpaged.sampling.draw_table import NUM_NUMBERS, DrawTable
 
 
 class StepTensors(NamedTuple):
@@ -27,10 +27,15 @@ class StepTensors(NamedTuple):
 
 
 class Drawer:
-    """Draws what is not the likeliest token. What it needs to know comes in one copy."""
+    """Draws what is not the likeliest token. What it needs to know of the rows comes in one copy.
 
-    def __init__(self, accelerator: Accelerator):
+    Args:
+        function: draws them.
+    """
+
+    def __init__(self, accelerator: Accelerator, function: DrawFunction):
         self._accelerator = accelerator
+        self._function = function
         self._indices = PinnedRing(accelerator, torch.int64)
         self._numbers = PinnedRing(accelerator, torch.float64)
 
@@ -40,12 +45,10 @@ class Drawer:
         sampled = table.sampled
         if not len(sampled):
             return drawn
-        numbers = table.numbers[:, sampled]
         where, rows = self._indices.upload((sampled, table.logit_rows[sampled]))
-        (parameters,) = self._numbers.upload((numbers,))
-        logits = found.logits.index_select(0, rows)
-        tokens = draw_on_device(logits, parameters.view(NUM_NUMBERS, -1), Filters.needed_for(numbers))
-        return drawn.index_copy(0, where, tokens)
+        (numbers,) = self._numbers.upload((table.numbers[:, sampled],))
+        logits, likeliest = found.logits.index_select(0, rows), drawn.index_select(0, where)
+        return drawn.index_copy(0, where, self._function(logits, likeliest, numbers.view(NUM_NUMBERS, -1)))
 
     def memory(self, size: int) -> torch.Tensor:
         """Device memory for `write`."""
@@ -55,17 +58,14 @@ class Drawer:
         """Queue the copy of what `draw_by_row` reads, behind whatever still reads the memory."""
         self._numbers.upload((table.by_row(len(memory) // NUM_NUMBERS),), memory)
 
+    def draw_by_row(self, found: StepTensors, draw_rows: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """The tokens of the table that `write` wrote, with the same work whatever is in it.
 
-def draw_by_row(found: StepTensors, draw_rows: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
-    """The tokens of the table that `Drawer.write` wrote, with the same work whatever is in it.
+        Args:
+            found: of S rows.
+            draw_rows: int64 [S], the row that each token is drawn from.
 
-    Args:
-        found: of S rows.
-        draw_rows: int64 [S], the row that each token is drawn from.
-
-    Returns:
-        int64 [S]: a token for each of `draw_rows`.
-    """
-    numbers = memory.view(NUM_NUMBERS, -1)
-    tokens = draw_on_device(found.logits, numbers)
-    return torch.where(numbers[IS_SAMPLED] > 0, tokens, found.argmax).index_select(0, draw_rows)
+        Returns:
+            int64 [S]: a token for each of `draw_rows`.
+        """
+        return self._function(found.logits, found.argmax, memory.view(NUM_NUMBERS, -1)).index_select(0, draw_rows)
