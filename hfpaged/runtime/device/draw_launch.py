@@ -52,18 +52,17 @@ def choose_draw(device: torch.device, dtype: torch.dtype) -> DrawChoice:
 
 @lru_cache(maxsize=16)
 def _trial_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    generator = torch.Generator().manual_seed(1)
-    logits = (4 * torch.randn(_TRIAL_ROWS, _TRIAL_VOCABULARY, generator=generator)).to(device, dtype=dtype)
-    uniforms = torch.rand(_TRIAL_ROWS, generator=generator, dtype=torch.float64)
-    numbers = torch.zeros(NUM_NUMBERS, _TRIAL_ROWS, dtype=torch.float64)
-    rows = torch.arange(_TRIAL_ROWS)
+    generator = torch.Generator(device).manual_seed(1)
+    shape, double = (_TRIAL_ROWS, _TRIAL_VOCABULARY), torch.float64
+    logits = (4 * torch.randn(shape, generator=generator, device=device)).to(dtype)
+    rows = torch.arange(_TRIAL_ROWS, device=device)
+    numbers = torch.zeros(NUM_NUMBERS, _TRIAL_ROWS, dtype=double, device=device)
     numbers[TEMPERATURE] = 0.7 + 0.05 * rows
     numbers[TOP_K] = 40.0 * (rows % 2)
-    numbers[REST] = 0.2 * (rows // 2 % 2) - 1.0 * (rows // 2 % 2 == 0)
+    numbers[REST] = 1.2 * (rows // 2 % 2) - 1.0
     numbers[MIN_P] = 0.01 * (rows // 4 % 2)
-    numbers[UNIFORM] = uniforms
-    numbers[IS_SAMPLED] = 1.0 * (rows % 8 != 7)
-    numbers = numbers.to(device, dtype=torch.float64)
+    numbers[UNIFORM] = torch.rand(_TRIAL_ROWS, generator=generator, dtype=double, device=device)
+    numbers[IS_SAMPLED] = 1.0 * (rows % 8 != 6)
     argmax = logits.argmax(dim=-1)
     try:
         if bool((draw_by_kernel(logits, argmax, numbers) == draw_on_device(logits, argmax, numbers)).all()):
