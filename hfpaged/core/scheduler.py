@@ -80,6 +80,10 @@ class Scheduler:
         """Whether the runner was given this request's block table."""
         return request.id in self._known_tables
 
+    def holds(self, request: Request, num_tokens: int) -> bool:
+        """Whether the keys and values of a request's first tokens are in its blocks."""
+        return request.computed >= num_tokens and not request.swapped and bool(request.blocks)
+
     def blocks_needed(self, num_tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-num_tokens // self.pool.block_size)

@@ -2,6 +2,10 @@
 
 A wrong fusion rarely raises: it gives numbers that are not finite, whose argmax is token 0, or a model that says one
 token for ever. Such a step is computed once more by the model's own modules, over the same keys and values.
+
+Where steps run ahead of the host, the device says with the tokens whether the logits were finite, and both are read
+before the tokens enter the books. The step behind has been launched by then, and has changed what a repetition of the
+suspected one would read: the modules compute the suspected text from its beginning.
 """
 
 from __future__ import annotations
@@ -15,8 +19,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from hfpaged.core.plan import Plan
+from hfpaged.core.plan import Plan, PlannedRequest
+from hfpaged.core.request import Request
 from hfpaged.errors import CorruptOutputError
+from hfpaged.runtime.device.ahead_tier import AheadTier
+from hfpaged.runtime.device.launched_step import LaunchedStep
 from hfpaged.runtime.drawing import Outcome
 from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.stats import EngineCounters
@@ -58,9 +65,9 @@ class Sentinel:
     def __init__(self, make_view: Callable[[], EngineView], counters: EngineCounters):
         self._make_view = make_view
         self._counters = counters
-        self._plain: WeakKeyDictionary[Workspace, tuple[EngineView, ModuleTier]] = WeakKeyDictionary()
+        self._plain: WeakKeyDictionary[Workspace, tuple[EngineView, ModuleTier | AheadTier]] = WeakKeyDictionary()
 
-    def plain_tier(self, workspace: Workspace) -> tuple[EngineView, ModuleTier]:
+    def plain_tier(self, workspace: Workspace) -> tuple[EngineView, ModuleTier | AheadTier]:
         """The model's own modules over the keys and values of a workspace."""
         if workspace not in self._plain:
             view = self._make_view()
@@ -76,7 +83,7 @@ class Sentinel:
         if output.logits is None and output.argmax is not None and bool((output.argmax == 0).any()):
             # The argmax of numbers that are none is 0. Only the logits tell it from a text that has token 0.
             output = workspace.runner.recompute(plan, workspace.tier)
-        self._ask(workspace, plan, [Suspect(row, None) for row in _corrupt_rows(output)])
+        self._ask(workspace, [plan], [Suspect(row, None) for row in _corrupt_rows(output)])
 
     def check_tokens(
         self, workspace: Workspace, plan: Plan, live: Mapping[int, LiveRequest], outcomes: Sequence[Outcome]
@@ -92,20 +99,45 @@ class Sentinel:
             one = live[request_id]
             if len(rows) == 1 and _repeats_itself(one, tokens.get(id(one), [])):
                 suspects.append(Suspect(rows.start, tokens[id(one)][-1]))
-        self._ask(workspace, plan, suspects)
+        self._ask(workspace, [plan], suspects)
 
-    def _ask(self, workspace: Workspace, plan: Plan, suspects: Sequence[Suspect]) -> None:
+    def check_launched(self, workspace: Workspace, step: LaunchedStep, live: Mapping[int, LiveRequest]) -> None:
+        """Both checks, for a step that a device computes and whose tokens have not entered the books. Waits for it.
+
+        Raises:
+            CorruptOutputError, FusionsDisagree: as `compare`.
+        """
+        step.mark.synchronize()
+        suspects = list(_suspects_of_launched(step, live))
         if not suspects:
+            return
+        for later in workspace.in_flight:
+            later.mark.synchronize()
+        for one, entry, suspect in suspects:
+            if workspace.scheduler.holds(one.request, entry.start + entry.num_tokens):
+                most = workspace.scheduler.limits.max_batch_tokens
+                self._ask(workspace, _from_the_beginning(one.request, entry, most), [suspect])
+            elif suspect.token is None:
+                # Its blocks are gone. Computed again without fusions, it shows whose fault it is.
+                raise FusionsDisagree
+
+    def _ask(self, workspace: Workspace, plans: Sequence[Plan], suspects: Sequence[Suspect]) -> None:
+        """Have plans computed in a row, the last of which has the suspects among its rows."""
+        if not suspects or workspace.adapters is not None:
+            # Adapters of single rows are in the way of fusions, and not in a plain view.
             return
         self._counters.sentinel_checks += 1
         view, tier = self.plain_tier(workspace)
 
+        def recompute() -> StepOutput:
+            return [workspace.runner.recompute(plan, tier) for plan in plans][-1]
+
         def locate() -> str:
             with first_corrupt_module(view.model) as found:
-                workspace.runner.recompute(plan, tier)
+                recompute()
             return found[0] if found else "the model"
 
-        compare(suspects, workspace.runner.recompute(plan, tier), locate)
+        compare(suspects, recompute(), locate)
 
 
 def compare(suspects: Sequence[Suspect], plain: StepOutput, locate: Callable[[], str]) -> None:
@@ -155,6 +187,47 @@ def _corrupt_rows(output: StepOutput) -> list[int]:
         return []
     # The largest is NaN where any is, and infinite where one is too large or all are masked.
     return torch.nonzero(~torch.isfinite(output.logits.amax(-1).float())).flatten().tolist()
+
+
+def _suspects_of_launched(
+    step: LaunchedStep, live: Mapping[int, LiveRequest]
+) -> Iterator[tuple[LiveRequest, PlannedRequest, Suspect]]:
+    """Requests that are still there, with their part of the step and the row of it that is suspicious."""
+    finite = None if step.finite is None else step.finite.tolist()
+    drawn = {} if step.tokens is None else dict(zip(map(id, step.requests), step.tokens.tolist(), strict=False))
+    first = 0
+    for entry in step.plan.entries:
+        rows = range(first, first + entry.logits_for)
+        first = rows.stop
+        corrupt = [] if finite is None else [row for row in rows if not finite[row]]
+        for request_id in set(entry.samples or (entry.id,)) & set(live):
+            one = live[request_id]
+            if corrupt:
+                yield one, entry, Suspect(corrupt[0] - rows.start, None)
+            elif id(one) in drawn and _repeats_itself(one, [drawn[id(one)]]):
+                yield one, entry, Suspect(len(rows) - 1, drawn[id(one)])
+
+
+def _from_the_beginning(request: Request, entry: PlannedRequest, most_tokens: int) -> list[Plan]:
+    """Steps that compute a request up to the end of an entry, in the blocks that it has, with the entry's logits."""
+    end = entry.start + entry.num_tokens
+    last = max(0, end - max(most_tokens, entry.num_tokens))
+    starts = [*range(0, last, most_tokens), last]
+    plans = []
+    for start, stop in zip(starts, [*starts[1:], end], strict=True):
+        part = PlannedRequest(
+            request.id,
+            start,
+            stop - start,
+            tuple(request.tokens[start:stop]),
+            full_table=tuple(request.blocks),
+            first_new_index=0,
+            new_blocks=(),
+            logits_for=entry.logits_for if stop == end else 0,
+            samples=(),
+        )
+        plans.append(Plan(0, (part,)))
+    return plans
 
 
 def _repeats_itself(live: LiveRequest, drawn: Sequence[int]) -> bool:

@@ -38,6 +38,7 @@ from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.sentinel import FusionsDisagree, Sentinel
 from hfpaged.runtime.speculation import Speculation
 from hfpaged.runtime.stats import EngineCounters
+from hfpaged.runtime.tier_choice import FUSIONS_OFF
 from hfpaged.runtime.tiers import StepOutput
 from hfpaged.runtime.workspace import Workspace
 from hfpaged.runtime.workspaces import Workspaces
@@ -45,8 +46,6 @@ from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopChecker
 
 logger = logging.getLogger(__name__)
-
-FUSIONS_OFF = "the sentinel found that fused code computes something else than the modules"
 
 
 class Stepper:
@@ -188,7 +187,7 @@ class Stepper:
                 self._sentinel.check_numbers(workspace, plan, output)
             ran = time.perf_counter()
             if workspace.launcher is not None:
-                launched = workspace.launcher.launch(plan, self.live, draws, output)
+                launched = workspace.launcher.launch(plan, self.live, draws, output, self._sentinel is not None)
             else:
                 outcomes = draw_tokens(plan, self.live, output, self._sampler)
                 if self._sentinel is not None:
@@ -284,7 +283,12 @@ class Stepper:
             return False
         launched = workspace.in_flight.popleft()
         try:
+            if self._sentinel is not None:
+                self._sentinel.check_launched(workspace, launched, self.live)
             settled = settle(launched, workspace.scheduler, self.live, self._sampler, self._speculation.learn)
+        except FusionsDisagree:
+            self._on_corrupt_fusions(workspace, None)
+            return True
         except Exception as error:
             # It was committed, so that it cannot be tried again.
             self._counters.failed_steps += 1
@@ -334,13 +338,19 @@ class Stepper:
         failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in plan.sampled_rows()}
         self.end([self.live[request_id].handle for request_id in failed], "error", error)
 
-    def _on_corrupt_fusions(self, workspace: Workspace, plan: Plan) -> None:
-        """Fused code is not used for this model any more, and whatever it computed is computed again."""
+    def _on_corrupt_fusions(self, workspace: Workspace, plan: Plan | None) -> None:
+        """Fused code is not used for this model any more, and whatever it computed is computed again.
+
+        Args:
+            plan: of the step that was not committed, if there is one. What is in flight is forgotten.
+        """
         logger.warning("hfpaged: %s; they are off from now on, and running requests begin again", FUSIONS_OFF)
         self._counters.sentinel_corruptions += 1
-        workspace.scheduler.abort(plan)
-        workspace.runner.abort(plan)
-        self._config = replace(self._config, tier="modules", packed_only=False)
+        if plan is not None:
+            workspace.scheduler.abort(plan)
+            workspace.runner.abort(plan)
+        workspace.in_flight.clear()
+        self.workspaces.stop_fusing()
         workspace.switch_to(*self._sentinel.plain_tier(workspace), FUSIONS_OFF)
         self.drop_prefixes()
         for request_id in list(workspace.scheduler.requests):

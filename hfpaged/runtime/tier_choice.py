@@ -24,6 +24,7 @@ from hfpaged.runtime.view import EngineView
 logger = logging.getLogger(__name__)
 
 ASKED_FOR = "it was asked for"
+FUSIONS_OFF = "the sentinel found that fused code computes something else than the modules"
 
 
 class TierChoice(NamedTuple):
@@ -39,24 +40,22 @@ def choose_tier(
     backend: AttentionBackend,
     cache: KVCache,
     state: ThreadState,
-    fusions: FusionRegistry,
+    fusions: FusionRegistry | None,
 ) -> TierChoice:
     """The fastest tier that can run the model, or the one that `config.tier` names. The view's step must be bound.
 
     Args:
-        fusions: admits what the tiers fuse; counts what it refuses.
+        fusions: admits what the tiers fuse, and counts what it refuses; None: nothing is fused any more.
 
     Raises:
         ConfigError: the named tier cannot run this model; the message says why.
     """
 
     def by_modules(reason: str) -> TierChoice:
-        """The model's own modules: called step by step, or a step ahead of a device that works behind the host."""
-        if not isinstance(backend, AheadBackend):
-            return TierChoice(ModuleTier(view, backend, state), reason)
-        most_drawn = most_drawn_ahead(config)
-        return TierChoice(AheadTier(view, backend, state, cache.num_blocks, most_drawn, fusions), reason)
+        return TierChoice(module_tier(config, view, backend, cache, state, fusions), reason)
 
+    if fusions is None:
+        return by_modules(FUSIONS_OFF)
     if config.tier == "modules":
         return by_modules(ASKED_FOR)
     # A container's CPU quota may be less than the cores that PyTorch counts.
@@ -81,6 +80,20 @@ def choose_tier(
         raise ConfigError(f"packed_only=True needs packed weights, which this model cannot run on: {reason}")
     logger.info("hfpaged runs %s by its modules: %s", type(view.model).__name__, reason)
     return by_modules(reason)
+
+
+def module_tier(
+    config: EngineConfig,
+    view: EngineView,
+    backend: AttentionBackend,
+    cache: KVCache,
+    state: ThreadState,
+    fusions: FusionRegistry | None,
+) -> ModuleTier | AheadTier:
+    """The model's own modules: called step by step, or a step ahead of a device that works behind the host."""
+    if not isinstance(backend, AheadBackend):
+        return ModuleTier(view, backend, state)
+    return AheadTier(view, backend, state, cache.num_blocks, most_drawn_ahead(config), fusions)
 
 
 def most_drawn_ahead(config: EngineConfig) -> int:

@@ -48,6 +48,10 @@ class Tier(ABC):
     def on_weights_changed(self) -> None:
         """Forget everything made from the old weights."""
 
+    def close(self) -> None:
+        """Leave the view as it was. Not used after that."""
+        return None
+
     @property
     def replayed_steps(self) -> int:
         """How many steps were started as a captured whole."""

@@ -24,6 +24,7 @@ from hfpaged.runtime.adapters import AdapterRows
 from hfpaged.runtime.attention.interface import AheadBackend
 from hfpaged.runtime.attention.select import choose_backend
 from hfpaged.runtime.block_store import HostBlockStore
+from hfpaged.runtime.device.ahead_tier import AheadTier
 from hfpaged.runtime.device.launched_step import LaunchedStep, StepLauncher
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.latent import expand_latents, keep_latents
@@ -31,7 +32,7 @@ from hfpaged.runtime.released_weights import ReleasedWeights
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.runner import Runner, probe_layers
 from hfpaged.runtime.thread_state import ThreadState
-from hfpaged.runtime.tier_choice import choose_tier, most_drawn_ahead
+from hfpaged.runtime.tier_choice import choose_tier, module_tier, most_drawn_ahead
 from hfpaged.runtime.tiers import ModuleTier
 from hfpaged.runtime.view import EngineView
 
@@ -47,6 +48,9 @@ COMPUTE_COST_PER_TOKEN = 16.0
 class Workspace:
     """Built under the thread state of the first request; a request under another one needs another workspace.
 
+    Args:
+        fuses: whether fused code may run.
+
     Attributes:
         fusions: the guards of all fused operations, and what they refused.
         adapters: chooses a LoRA adapter for each token of a step; None where all requests have the active one. Requests
@@ -55,7 +59,14 @@ class Workspace:
         in_flight: launched steps whose tokens have not been read, oldest first: two at most.
     """
 
-    def __init__(self, view: EngineView, config: EngineConfig, state: ThreadState, mixes_adapters: bool = False):
+    def __init__(
+        self,
+        view: EngineView,
+        config: EngineConfig,
+        state: ThreadState,
+        mixes_adapters: bool = False,
+        fuses: bool = True,
+    ):
         # One that failed half-way may have left them.
         expand_latents(view)
         seen = probe_layers(view, state)
@@ -77,7 +88,10 @@ class Workspace:
         self.cache = KVCache(self.backend, seen, num_blocks, spare_blocks=1 if is_ahead else 0)
         view.step.bind(self.backend, self.cache.layers)
         self.fusions = FusionRegistry((*FUSIONS, *FLASHINFER_FUSIONS, *QUANTIZED_PRODUCTS))
-        self.tier, self.tier_reason = choose_tier(config, view, self.backend, self.cache, state, self.fusions)
+        self._config = config
+        self.tier, self.tier_reason = choose_tier(
+            config, view, self.backend, self.cache, state, self.fusions if fuses else None
+        )
         if is_ahead and mixes_adapters:
             self.tier.captured.forbid("each token goes through the adapter of its own request")
         self.released = ReleasedWeights()
@@ -107,6 +121,7 @@ class Workspace:
     def close(self) -> None:
         """Give the model back what was taken from it, and drop the references to the pool."""
         self.released.restore()
+        self.tier.close()
         if self.adapters is not None:
             self.adapters.remove()
         expand_latents(self.view)
@@ -116,18 +131,19 @@ class Workspace:
         """Whether a request may share steps with those that are here."""
         return self.state == spec.thread_state and (self.adapters is not None) == (spec.adapter is not None)
 
-    def plain_tier(self, view: EngineView) -> ModuleTier:
-        """The modules of another view of the same model, over this workspace's keys and values."""
+    def plain_tier(self, view: EngineView) -> ModuleTier | AheadTier:
+        """The modules of another view of the same model, nothing fused, over this workspace's keys and values."""
         self.released.restore()
         if self._keeps_latents:
             keep_latents(view, self.backend)
         probe_layers(view, self.state)
         view.step.bind(self.backend, self.cache.layers)
-        return ModuleTier(view, self.backend, self.state)
+        return module_tier(self._config, view, self.backend, self.cache, self.state, None)
 
-    def switch_to(self, view: EngineView, tier: ModuleTier, reason: str) -> None:
+    def switch_to(self, view: EngineView, tier: ModuleTier | AheadTier, reason: str) -> None:
         """Go on with another tier. The keys and values stay."""
         self.view.step.unbind()
+        self.tier.close()
         self.view, self.tier, self.tier_reason = view, tier, reason
         self.runner.tier = tier
 

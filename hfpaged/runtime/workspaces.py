@@ -42,6 +42,7 @@ class Workspaces:
         self._model = weakref.ref(model)
         self._original_class = original_class
         self._counters = counters
+        self._fuses = True
 
     def __iter__(self) -> Iterator[Workspace]:
         """All of them as they are now, however they change meanwhile."""
@@ -79,9 +80,14 @@ class Workspaces:
         """Build the one for new requests if there is none yet, so that its capacity is known."""
         if self.current is None:
             self._view.refresh(self.live_model())
-            self.current = Workspace(self._view, config, spec.thread_state, spec.adapter is not None)
+            mixes_adapters = spec.adapter is not None
+            self.current = Workspace(self._view, config, spec.thread_state, mixes_adapters, self._fuses)
             self._all.append(self.current)
         return self.current
+
+    def stop_fusing(self) -> None:
+        """No workspace that is built from now on runs fused code."""
+        self._fuses = False
 
     def choose(self, spec: RequestSpec, model_may_differ: bool = True) -> bool:
         """Make the one that suits a request the current one; None if it has to be built.

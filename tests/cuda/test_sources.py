@@ -120,7 +120,13 @@ def test_launching_runs_no_operation_that_waits(cuda, options):
 
 
 def test_the_watch_notices_what_waits(cuda):
-    for wait in (lambda t: t.item(), lambda t: t.tolist(), lambda t: t.cpu(), lambda t: bool(t), lambda t: t[t > 0],
-                 lambda t: t.where(t > 0, 1.0)):
+    for wait in (
+        lambda t: t.item(),
+        lambda t: t.tolist(),
+        lambda t: t.cpu(),
+        lambda t: bool(t),
+        lambda t: t[t > 0],
+        lambda t: t.where(t > 0, 1.0),
+    ):
         with no_waiting_operations(cuda.device), pytest.raises(DeviceError):
             wait(torch.ones(1))

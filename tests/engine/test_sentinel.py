@@ -12,7 +12,7 @@ from hfpaged.errors import CorruptOutputError
 from hfpaged.native import library
 from hfpaged.runtime.leaf_tier import LeafTier
 from hfpaged.runtime.sentinel import REPEATS
-from hfpaged.runtime.stepper import FUSIONS_OFF
+from hfpaged.runtime.tier_choice import FUSIONS_OFF
 from hfpaged.runtime.tiers import ProgramTier, StepOutput
 
 PROMPTS = [[5, 17, 3, 99], [42, 8, 1, 60, 11]]

@@ -27,7 +27,7 @@ class AheadTier(Tier):
     Args:
         padding_block: a block of the pool that no request has.
         most_drawn: how many tokens of one step the next may read.
-        fusions: admits fused operations.
+        fusions: admits fused operations; None: there are none.
     """
 
     name = "modules"
@@ -39,13 +39,14 @@ class AheadTier(Tier):
         state: ThreadState,
         padding_block: int,
         most_drawn: int,
-        fusions: FusionRegistry,
+        fusions: FusionRegistry | None,
     ):
         self._view = view
         self._backend = backend
         self._packed = PackedForward(view, state)
         # Under autocast the modules compute in other dtypes than their weights have.
-        self._fused = FusedForwards(view, backend.dtype, fusions) if state.autocast_dtype is None else None
+        fuses = fusions is not None and state.autocast_dtype is None
+        self._fused = FusedForwards(view, backend.dtype, fusions) if fuses else None
         self._accelerator = backend.accelerator
         self._writer = InputWriter(self._accelerator)
         self._drawn_by = choose_draw(self._accelerator.device, backend.dtype)
@@ -100,6 +101,11 @@ class AheadTier(Tier):
         """See `Tier.refusals`."""
         found = {} if self._fused is None else dict(self._fused.refusals)
         return found if self._drawn_by.problem is None else {**found, f"draws: {self._drawn_by.problem}": 1}
+
+    def close(self) -> None:
+        """See `Tier.close`. The collector may take its time to find this object, which is in a cycle."""
+        if self._fused is not None:
+            self._fused.remove()
 
     def on_weights_changed(self) -> None:
         """Captured steps read the memory that the weights were in."""

@@ -36,7 +36,7 @@ class Kind(NamedTuple):
 
 
 class FusedForwards:
-    """Kernels in the place of the forwards of modules of one view, until this object is dropped.
+    """Kernels in the place of the forwards of modules of one view, until they are removed or this object is dropped.
 
     Each one was admitted by its guard, and has given its module's own results on random numbers.
 
@@ -69,7 +69,12 @@ class FusedForwards:
                     places.append((vars(module), forward))
                     vars(module)["forward"] = forward
         # A forward refers to its module. Taking it away ends the cycle, and leaves the view as it was.
-        weakref.finalize(self, _take_away, places).atexit = False
+        self._finalizer = weakref.finalize(self, _take_away, places)
+        self._finalizer.atexit = False
+
+    def remove(self) -> None:
+        """Leave the view as it was."""
+        self._finalizer()
 
 
 def _take_away(places: Iterable[tuple[dict[str, Any], object]]) -> None:

@@ -49,6 +49,7 @@ class LaunchedStep:
         drawn: the tokens of `requests`, int64 [n] on the device; a later step may overwrite them.
         tokens: of all draws, in page-locked memory, to be read behind `mark`.
         on_host: requests whose tokens the host draws, each with its logits [k, V].
+        finite: whether the logits of each row are, bool [S] in page-locked memory; None if nobody asked.
         steered: requests whose logits the caller gets, each with fp32 [k, V].
         scored: requests with scored prompt tokens, by id, and the logits of the whole step.
     """
@@ -58,6 +59,7 @@ class LaunchedStep:
     draws: StepDraws
     drawn: torch.Tensor | None = None
     tokens: torch.Tensor | None = None
+    finite: torch.Tensor | None = None
     mark: Mark | None = None
     on_host: list[tuple[LiveRequest, torch.Tensor]] = field(default_factory=list)
     steered: list[tuple[LiveRequest, torch.Tensor]] = field(default_factory=list)
@@ -109,8 +111,14 @@ class StepLauncher:
             DrawTable.of([draw for one, rows in (*requests, *verified) for draw in _draws(one, rows)]),
         )
 
-    def launch(self, plan: Plan, live: Mapping[int, LiveRequest], draws: StepDraws, output: StepOutput) -> LaunchedStep:
-        """Queue what follows a step whose forward and draws have been queued."""
+    def launch(
+        self, plan: Plan, live: Mapping[int, LiveRequest], draws: StepDraws, output: StepOutput, watch: bool = False
+    ) -> LaunchedStep:
+        """Queue what follows a step whose forward and draws have been queued.
+
+        Args:
+            watch: have the device see whether the logits are finite.
+        """
         step = LaunchedStep(plan, self._accelerator, draws)
         drawn_here = draws.ids
         with torch.no_grad(), self._accelerator.active():
@@ -128,6 +136,11 @@ class StepLauncher:
                 step.drawn = output.drawn[: len(draws.requests)]
                 step.tokens = self._accelerator.pinned(len(output.drawn), torch.int64)
                 self._accelerator.download(output.drawn, step.tokens)
+            if watch and len(output.argmax):
+                # The largest is NaN where any is, and infinite where one is too large or all are masked.
+                finite = torch.isfinite(output.logits.gather(1, output.argmax[:, None])[:, 0])
+                step.finite = self._accelerator.pinned(len(finite), torch.bool)
+                self._accelerator.download(finite, step.finite)
             step.mark = self._accelerator.mark()
         return step
 
