@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from batches import alone, random_prompts
+from batches import alone, left_padded, new_tokens, random_prompts
 from engine.hooks import WAIT_SECONDS
 from families import build_tiny
 from transformers import PreTrainedModel
@@ -43,7 +43,10 @@ def constant(x: torch.Tensor) -> torch.Tensor:
 
 
 def fuse_wrongly(monkeypatch, function, from_call: int = 0) -> None:
-    """A kernel in the place of the last norm that is wrong from some call on, past whatever was checked before."""
+    """A kernel in the place of the last norm that is wrong from some call on, past whatever was checked before.
+
+    What was captured before that call stays right.
+    """
 
     class WrongForwards:
         def __init__(self, view, dtype, fusions):
@@ -73,8 +76,8 @@ def run(model: PreTrainedModel, prompts=PROMPTS, options=None, **config) -> tupl
 
 @pytest.mark.parametrize(
     ("function", "from_call"),
-    [(garbage, 0), (garbage, 1), (garbage, 3), (constant, 0)],
-    ids=["NaN", "NaN later", "NaN much later", "one token"],
+    [(garbage, 0), (garbage, 1), (constant, 0)],
+    ids=["NaN", "NaN later", "one token"],
 )
 def test_requests_of_a_wrong_kernel_begin_again_without_it(monkeypatch, texts, function, from_call):
     fuse_wrongly(monkeypatch, function, from_call)
@@ -102,7 +105,7 @@ def test_sampled_rows_begin_again_too(monkeypatch):
 def test_long_texts_are_recomputed_in_steps_of_the_usual_size(monkeypatch):
     prompts = random_prompts((70, 40))
     expected, _ = run(build_tiny("llama"), prompts, max_batch_tokens=16)
-    fuse_wrongly(monkeypatch, garbage, from_call=8)
+    fuse_wrongly(monkeypatch, garbage, from_call=5)
     results, stats = run(build_tiny("llama"), prompts, max_batch_tokens=16, sentinel=True)
     assert results == expected and stats["sentinel_corruptions"] == 1
 
@@ -159,7 +162,10 @@ def test_looking_waits_for_nothing(machine, texts):
     waits = []
     for sentinel in (False, True):
         before = machine.device.host_waits
-        results, stats = run(build_tiny("llama"), sentinel=sentinel)
-        assert results == texts and stats["sentinel_checks"] == 0
+        model = build_tiny("llama")
+        with hfpaged.patched(model, num_blocks=64, sentinel=sentinel):
+            output = model.generate(**left_padded(PROMPTS), **GREEDY)
+            stats = hfpaged.engine(model).stats()
+        assert new_tokens(output, PROMPTS) == texts and stats["sentinel_checks"] == 0
         waits.append((machine.device.host_waits - before, stats["steps_ahead"], stats["captured_steps"]))
-    assert waits[0] == waits[1]
+    assert waits[0] == waits[1] and waits[0][1] == NEW - 1
