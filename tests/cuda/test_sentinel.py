@@ -124,7 +124,7 @@ def test_a_kernel_of_the_library_that_turns_wrong_is_found_out(monkeypatch, mach
     monkeypatch.setattr(machine.library.norm, "rmsnorm", wrong)
     (result,), stats = run(model, PROMPTS[:1], sentinel=True)
     assert result == expected
-    assert stats["sentinel_corruptions"] == 1 and not stats["tier_refusals"]
+    assert stats["sentinel_corruptions"] == 1 and stats["tier_reason"] == FUSIONS_OFF
 
 
 def test_a_model_that_means_it_is_left_alone():
