@@ -30,6 +30,18 @@ def test_embeddings_instead_of_ids_give_new_tokens_only(family, mode):
     ]
 
 
+@pytest.mark.parametrize("options", [{"max_length": 23, "eos_token_id": -1}, {"min_length": 22, "max_new_tokens": 8}])
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_lengths_count_embeddings_as_stock_does(family, options, with_ids):
+    """The prompt has 19 tokens. If any can end the text, it is all of those that would follow."""
+    ids = [torch.tensor(PROMPTS[2:])] if with_ids else []
+    end = {"do_sample": False, "pad_token_id": PAD, "eos_token_id": alone(family.stock, PROMPTS[2], **OPTIONS)}
+    call = {**end, **options}
+    texts = [model.generate(*ids, inputs_embeds=embeddings(model), **call) for model in family]
+    assert torch.equal(*texts)
+    assert texts[0].shape[1] > 1
+
+
 def test_embeddings_of_no_tokens(family):
     source = torch.Generator().manual_seed(0)
     vectors = torch.randn(2, 7, family.stock.config.hidden_size, generator=source) * 0.1

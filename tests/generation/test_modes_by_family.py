@@ -18,6 +18,7 @@ FLAGS = {"return_dict_in_generate": True, "output_scores": True, "output_logits"
 MODES = {
     "greedy": {},
     "sample": {"do_sample": True, "top_k": 1},
+    "samples": {"do_sample": True, "top_k": 1, "num_return_sequences": 2},
     "beam": {"num_beams": 3},
     "beam sample": {"num_beams": 2, "do_sample": True, "top_k": 5},
     "return sequences": {"num_beams": 3, "num_return_sequences": 2},
@@ -57,6 +58,16 @@ def test_assistant(family, options, seed):
     assistant = build_tiny(family.stock.config.model_type, seed=seed)
     call = {**left_padded(PROMPTS[2:]), **OPTIONS, **options}
     assert torch.equal(family.paged.generate(**call, assistant_model=assistant), family.stock.generate(**call))
+
+
+@pytest.mark.parametrize("guess", ["assistant_model", "prompt_lookup_num_tokens"])
+def test_guesses_have_the_outputs_of_plain_decoding(family, guess):
+    guesses = {guess: 4 if guess == "prompt_lookup_num_tokens" else build_tiny(family.stock.config.model_type)}
+    call = {**left_padded(PROMPTS[2:]), **OPTIONS, **FLAGS}
+    expected, got = family.stock.generate(**call), family.paged.generate(**call, **guesses)
+    assert torch.equal(got.sequences, expected.sequences)
+    for name in ("scores", "logits"):
+        torch.testing.assert_close(torch.stack(got[name]), torch.stack(expected[name]), atol=1e-4, rtol=1e-4)
 
 
 def test_guesses_stop_at_an_end_token(family):
@@ -154,10 +165,11 @@ def test_goes_on_from_its_own_text(family):
     assert first + alone(family.paged, PROMPTS[2] + first, **half) == whole
 
 
-def test_an_end_token_pads_the_rest_of_the_batch(family):
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"num_beams": 2, "early_stopping": True}], ids=str)
+def test_an_end_token_pads_the_rest_of_the_batch(family, options):
     """Rows end at different steps."""
     text = alone(family.stock, PROMPTS[0], **OPTIONS)
-    expected, got = both(family, min_new_tokens=0, eos_token_id=[EOS, text[3]])
+    expected, got = both(family, min_new_tokens=0, eos_token_id=[EOS, text[3]], **options)
     assert torch.equal(got, expected)
 
 
