@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import (
     GenerationConfig,
     GenerationMixin,
@@ -51,6 +52,8 @@ class PagedGenerationMixin:
 
     _hfpaged: Engine
 
+    # Whoever compiles it, as in `model.generate = torch.compile(model.generate)`, compiles no more of it.
+    @torch.compiler.disable
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         generate = stocks(self, "generate")

@@ -8,6 +8,7 @@ decoding mode), it computes them once, in Transformers' own layout.
 from __future__ import annotations
 
 import copy
+import inspect
 import weakref
 from typing import Any
 
@@ -69,16 +70,30 @@ class ReturnedCache(DynamicCache):
         self._ids = self._ids[:, :keep]
         self._mask = None if self._mask is None else self._mask[:, :keep]
 
+    def __copy__(self) -> ReturnedCache:
+        twin = ReturnedCache(self._require(self._model()), self._ids, self._mask)
+        twin._layers = self._layers
+        return twin
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ReturnedCache:
         model = self._model()
         twin = ReturnedCache(self._require(model), self._ids, self._mask)
         twin._layers = copy.deepcopy(self._layers, memo)
         return twin
 
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """What is saved is Transformers' own cache with the keys and values."""
+        saved = DynamicCache()
+        saved.layers = self.layers
+        return (object.__new__, (DynamicCache,), vars(saved))
+
     def _computed(self) -> list[Any]:
         model = self._require(self._model())
         cache = DynamicCache(config=model.config)
         arguments = {"attention_mask": self._mask, cache_field(): cache, "use_cache": True}
+        if self._mask is not None and "position_ids" in inspect.signature(model.forward).parameters:
+            # As `generate` derives them: padding counts nowhere.
+            arguments["position_ids"] = (self._mask.long().cumsum(-1) - 1).masked_fill(self._mask == 0, 0)
         with torch.no_grad():
             model(input_ids=self._ids.to(model.device), **arguments)
         return cache.layers

@@ -18,7 +18,7 @@ from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopRule
-from hfpaged.speculation.draft_length import DraftLength
+from hfpaged.speculation.draft_length import FIRST_RATE, Acceptance, DraftLength
 
 
 class DraftSteps(Protocol):
@@ -75,12 +75,15 @@ class DraftModel:
         self._on_failure = on_failure
         self._sampler = Sampler()
         self._texts: dict[int, DraftedText] = {}
+        # Hopeful, so that the first texts show how good it is even where only a very good one pays.
+        self._acceptance = Acceptance(rate=0.95, memory=0.98)
 
     def add(self, request: Request, spec: RequestSpec) -> None:
         """Follow a request from its first guess on."""
         # The draft model sees tokens only when it is first asked: until then the target has its prompt to compute.
         handle = GenerationHandle(request.id, len(request.tokens), lambda handle: None)
-        self._texts[request.id] = DraftedText(request, spec, handle, DraftLength(spec.guesses.num_tokens), [])
+        length = DraftLength(spec.guesses.num_tokens, max(FIRST_RATE, self._acceptance.rate))
+        self._texts[request.id] = DraftedText(request, spec, handle, length, [])
 
     def forget(self, request_id: int) -> None:
         """The request ended."""
@@ -111,7 +114,9 @@ class DraftModel:
             # A guess is paid for twice: here with its share of a step as well.
             least_chance = min(1.0, least_chance + seconds / target_seconds)
         for text in texts:
-            text.guesses, text.wanted = [], min(text.length.next(least_chance), limits[text.request.id])
+            # A text that it has not begun to read is not read for one guess.
+            wanted = text.length.next(least_chance, may_retry=bool(text.fed))
+            text.guesses, text.wanted = [], min(wanted, limits[text.request.id])
         texts = [text for text in texts if text.wanted]
         for text in texts:
             self._catch_up(text)
@@ -125,6 +130,7 @@ class DraftModel:
         """How many of a request's guesses stood."""
         if request_id in self._texts:
             self._texts[request_id].length.learn(guessed, accepted)
+            self._acceptance.learn(guessed, accepted)
 
     def _catch_up(self, text: DraftedText) -> None:
         """Give the draft model the text as the target has it: without the guesses that fell, with what came instead."""

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 # A step of one token costs about as much as this many more tokens, as long as that has not been measured: it reads the
 # weights. Measured values stay within the bounds, whatever disturbs the measurement.
 STEP_IN_TOKENS = 8.0
-LEAST_STEP_IN_TOKENS, MOST_STEP_IN_TOKENS = 4.0, 32.0
-# Weight of the newest step.
-SMOOTHING = 0.1
-# Steps of a size before its cost counts as known. The first one pays for memory that is used for the first time.
-ENOUGH_STEPS = 4
+LEAST_STEP_IN_TOKENS, MOST_STEP_IN_TOKENS = 1.0, 32.0
+# Steps up to this many times as large are looked at: some guesses for each request.
+REACH = 8
+# Weight of the newest step, by whether it was faster than those before. What else a machine does makes steps slower only.
+FASTER, SLOWER = 0.4, 0.1
+# Steps of a size before its cost counts as known. The first ones pay for memory that is used for the first time.
+ENOUGH_STEPS = 8
 
 
 @dataclass
@@ -23,7 +25,7 @@ class SizeCost:
     steps: int = 1
 
     def add(self, tokens: int, seconds: float) -> None:
-        weight = max(SMOOTHING, 1 / self.steps)
+        weight = max(FASTER if seconds < self.seconds else SLOWER, 1 / self.steps)
         self.tokens += weight * (tokens - self.tokens)
         self.seconds += weight * (seconds - self.seconds)
         self.steps += 1
@@ -59,10 +61,11 @@ class StepCost:
         """How many more tokens cost as much as a step costs before its first one."""
         classes = sorted(name for name, size in self._sizes.items() if size.steps >= ENOUGH_STEPS)
         known = [self._sizes[name] for name in classes if name >= batch.bit_length()]
-        larger = [size for size in known[1:] if size.tokens >= 1.5 * known[0].tokens]
+        larger = [size for size in known[1:] if 1.5 <= size.tokens / known[0].tokens <= 2 * REACH]
         if not larger:
             return STEP_IN_TOKENS
-        one_more = (larger[0].seconds - known[0].seconds) / (larger[0].tokens - known[0].tokens)
+        # Where the arithmetic of more tokens begins to cost more than reading the weights, their cost rises.
+        one_more = max((size.seconds - known[0].seconds) / (size.tokens - known[0].tokens) for size in larger)
         if one_more <= 0:
             return MOST_STEP_IN_TOKENS
         measured = known[0].seconds / one_more - known[0].tokens

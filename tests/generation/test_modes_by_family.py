@@ -190,6 +190,14 @@ def test_a_compiled_model_gives_the_same_text(family):
     hfpaged.unpatch(model)
 
 
+def test_a_compiled_generate_gives_the_same_text(family):
+    model = copy.deepcopy(family.stock).patch()
+    model.generate = torch.compile(model.generate, backend="eager")
+    with torch.inference_mode():
+        got = model.generate(**left_padded(PROMPTS), **OPTIONS)
+    assert torch.equal(got, family.stock.generate(**left_padded(PROMPTS), **OPTIONS))
+
+
 @pytest.fixture
 def nothing_compiled():
     """Dynamo counts recompilations over all models that it has seen."""

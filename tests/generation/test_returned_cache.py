@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 
 import pytest
 import torch
@@ -43,13 +44,26 @@ def test_passed_back_it_goes_on_as_stock_does_on_cached_blocks(models):
     assert stats["fallbacks"] == {}
 
 
-def test_a_padded_batch_can_be_passed_back(models):
+def read(cache):
+    assert list(cache)
+    return cache
+
+
+def saved_and_loaded(cache):
+    file = io.BytesIO()
+    torch.save(cache, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("use", [lambda cache: cache, copy.copy, copy.deepcopy, read, saved_and_loaded])
+def test_a_padded_batch_can_be_passed_back(models, use):
     texts = []
     for model in models:
         output = first_turn(model, PROMPTS)
         ids = output.sequences
         mask = torch.cat([left_padded(PROMPTS)["attention_mask"], torch.ones(2, 20, dtype=torch.long)], dim=1)
-        kwargs = {cache_field(): output[cache_field()]}
+        kwargs = {cache_field(): use(output[cache_field()])}
         texts.append(model.generate(ids, attention_mask=mask, **OPTIONS, **kwargs))
     assert torch.equal(*texts)
 

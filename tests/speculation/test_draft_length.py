@@ -27,10 +27,14 @@ def test_a_wrong_guess_counts_once_however_many_follow_it():
 
 
 def test_wrong_guesses_stop_the_guessing_but_for_a_try_now_and_then():
+    """Ever more seldom, unless one of the tries succeeds."""
     length = learned(4, 0)
-    lengths = [length.next() for _ in range(2 * RETRY_AFTER)]
-    assert sum(lengths) == 2
+    lengths = [length.next() for _ in range(8 * RETRY_AFTER)]
+    assert [step + 1 for step, tried in enumerate(lengths) if tried] == [RETRY_AFTER, 3 * RETRY_AFTER, 7 * RETRY_AFTER]
     assert max(lengths) == 1
+    length.learn(1, 1)
+    assert sum(length.next(least_chance=0.9) for _ in range(RETRY_AFTER)) == 1
+    assert sum(learned(4, 0).next(may_retry=False) for _ in range(8 * RETRY_AFTER)) == 0
 
 
 def test_it_recovers():

@@ -37,6 +37,15 @@ def test_where_tokens_are_cheap_guesses_need_little_chance():
     assert cheap.least_chance(16) < StepCost().least_chance(16) < dear.least_chance(16)
 
 
+def test_guesses_are_judged_by_the_step_that_all_of_them_would_make():
+    """Eight tokens more are nearly free on this machine, and forty are not."""
+    cost = StepCost()
+    for size, seconds in ((8, 0.020), (16, 0.022), (48, 0.070)):
+        for _ in range(20):
+            cost.record(size, seconds)
+    assert cost.least_chance(8) == pytest.approx(8 / (8 + 0.020 / 0.00125 - 8))
+
+
 def test_before_it_is_measured_the_cost_is_a_guess():
     few = StepCost()
     for size in (1, 16):
