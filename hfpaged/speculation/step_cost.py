@@ -10,7 +10,7 @@ STEP_IN_TOKENS = 8.0
 LEAST_STEP_IN_TOKENS, MOST_STEP_IN_TOKENS = 1.0, 32.0
 # Steps up to this many times as large are looked at: some guesses for each request.
 REACH = 8
-# Weight of the newest step, by whether it was faster than those before. What else a machine does makes steps slower only.
+# Weight of the newest step, by whether it was faster than those before: what disturbs a step makes it slower.
 FASTER, SLOWER = 0.4, 0.1
 # Steps of a size before its cost counts as known. The first ones pay for memory that is used for the first time.
 ENOUGH_STEPS = 8
