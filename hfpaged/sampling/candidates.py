@@ -1,7 +1,7 @@
 """Top-k, top-p and min-p on the few tokens that can survive them, instead of sorting the whole vocabulary.
 
-The result is the set of tokens that the full stages keep, or "uncertain" where float32 rounding could make the
-difference; an uncertain row must go through the full stages.
+The result is the set of tokens that the full stages keep, as far as float32 rounding does not decide: tokens that it
+decides about are doubtful, and a row with too many of them is uncertain and must go through the full stages.
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hfpaged.sampling.distribution import in_chunks
+from hfpaged.sampling.nucleus import least_score, nucleus
 from hfpaged.sampling.stages import EXCLUDED, BatchedStage, MinP, TopK, TopP
 
-Reaching = tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]
+Ids = npt.NDArray[np.int64]
+Scores = npt.NDArray[np.float32]
+Mask = npt.NDArray[np.bool_]
+Reaching = tuple[Ids, Scores]
 
 # Everything here is computed on the host, whatever the default device.
 _HOST = torch.device("cpu")
-# Candidates of a row without top-k: its likeliest tokens, which hold all of top_p unless the distribution is flat.
-_WITHOUT_TOP_K = 1024
 # A row with more tokens tied at the k-th score than this much over k is left to the full stages.
 _MOST_TIES = 4096
 _LARGEST_BLOCK = 64
-# How far stock's float32 arithmetic may be from exact, in a cumulative probability and, relatively, in the ratio of two
-# probabilities. The largest errors seen are 6e-7 and 2e-6, on vocabularies of 50,000 and 150,000 tokens.
-_SUM_TOLERANCE = 1e-5
+# How far stock's float32 arithmetic may be from exact, relatively, in the ratio of two probabilities. The largest error
+# seen is 2e-6, on vocabularies of 50,000 and 150,000 tokens.
 _RATIO_TOLERANCE = 1e-5
 # Below this, float32 probabilities are too close to the smallest normal number for the ratio's bound.
 _SMALLEST_MIN_P = 1e-20
@@ -55,8 +57,8 @@ class Truncation:
 
     @property
     def candidate_count(self) -> int:
-        """How many of the likeliest tokens to look at."""
-        return self.top_k if self.top_k is not None else _WITHOUT_TOP_K
+        """How many of the likeliest tokens are looked at, at least."""
+        return self.top_k if self.top_k is not None else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +67,36 @@ class Candidates:
 
     Attributes:
         ids: int64[N, W], ascending token ids, then padding.
-        scores: float32[N, W], their scores; -inf where a token was excluded and in the padding.
+        scores: float32[N, W], their scores; -inf in the padding.
         uncertain: bool[N], rows whose scores here must not be used.
+        doubtful: by row, the columns of tokens that the full stages may not keep, the least likely first. They keep
+            none without all that come after it.
     """
 
     ids: Tensor
     scores: Tensor
-    uncertain: Tensor
+    uncertain: list[bool]
+    doubtful: dict[int, list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Survivors:
+    """What is left of one row: W ids in ascending order, their scores, and which of them are doubtful."""
+
+    ids: Ids
+    scores: Scores
+    doubtful: Mask
+
+    def where(self, kept: Mask) -> _Survivors:
+        """Those of them that are `kept`, bool[W]."""
+        # Several times as fast as indexing by the mask.
+        places = np.flatnonzero(kept)
+        return _Survivors(self.ids[places], self.scores[places], self.doubtful[places])
+
+    def doubtful_columns(self) -> list[int]:
+        """Places of the doubtful ones, the least likely first; equal ones in the order in which stages drop them."""
+        columns = np.flatnonzero(self.doubtful)
+        return columns[np.argsort(self.scores[columns], kind="stable")].tolist()
 
 
 def truncate(scores: Tensor, truncations: Sequence[Truncation]) -> Candidates:
@@ -81,24 +106,27 @@ def truncate(scores: Tensor, truncations: Sequence[Truncation]) -> Candidates:
         scores: float32[N, V], not modified. A row with NaN has no surviving tokens.
         truncations: one a row.
     """
-    counts = [min(truncation.candidate_count, scores.shape[1]) for truncation in truncations]
-    ids, values, uncertain = _gather(scores, _lower_bounds(scores, counts), counts)
-    has_top_k = torch.tensor([truncation.top_k is not None for truncation in truncations], device=_HOST)
-    top_p = _column([torch.inf if truncation.top_p is None else truncation.top_p for truncation in truncations])
-    min_p = _column([truncation.min_p or 0.0 for truncation in truncations])
-    _apply_top_k(values, counts, has_top_k)
-    mass = torch.exp(values.double() - values.amax(dim=1, keepdim=True))
-    totals = mass.sum(dim=1)
-    if not has_top_k.all():
-        totals[~has_top_k] = _full_mass(scores[~has_top_k.to(scores.device)])
-        # There are tokens below these candidates; all of them must have top_p of the mass above them.
-        uncertain |= ~has_top_k & (mass.sum(dim=1) / totals < top_p[:, 0] + _SUM_TOLERANCE)
-    uncertain |= _apply_top_p(values, mass, totals, top_p)
-    uncertain |= _apply_min_p(values, mass, min_p)
-    return Candidates(ids, values, uncertain)
+    bounds = torch.empty(len(scores), 1, dtype=torch.float32, device=scores.device)
+    totals = [0.0] * len(scores)
+    by_rank = [row for row, truncation in enumerate(truncations) if truncation.top_k is not None]
+    by_mass = [row for row, truncation in enumerate(truncations) if truncation.top_k is None]
+    if by_rank:
+        counts = [min(truncations[row].top_k, scores.shape[1]) for row in by_rank]
+        bounds[by_rank] = _bounds_by_rank(_rows(scores, by_rank), counts)
+    if by_mass:
+        bounds[by_mass], masses = _bounds_by_mass(_rows(scores, by_mass), [truncations[row].top_p for row in by_mass])
+        for row, mass in zip(by_mass, masses, strict=True):
+            totals[row] = mass
+    reaching = reaching_by_row if scores.device.type == "cpu" else reaching_by_mask
+    rows = zip(reaching(scores, bounds), truncations, totals, strict=True)
+    return _padded([_survivors(ids, values, truncation, total) for (ids, values), truncation, total in rows])
 
 
-def _lower_bounds(scores: Tensor, counts: list[int]) -> Tensor:
+def _rows(scores: Tensor, rows: list[int]) -> Tensor:
+    return scores if len(rows) == len(scores) else scores[rows]
+
+
+def _bounds_by_rank(scores: Tensor, counts: list[int]) -> Tensor:
     """float32[N, 1]: numbers that at least counts[n] of row n's scores reach; NaN for a row with NaN.
 
     The counts[n]-th highest of the maxima of disjoint blocks is one, and takes a fraction of the time that the
@@ -116,21 +144,18 @@ def _lower_bounds(scores: Tensor, counts: list[int]) -> Tensor:
     return bounds.where(~highest[:, :1].isnan(), torch.nan)
 
 
-def _gather(scores: Tensor, bounds: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids and scores of all tokens that reach the row's bound, and which rows have too many of them."""
-    reaching = reaching_by_row if scores.device.type == "cpu" else reaching_by_mask
-    found = reaching(scores, bounds)
-    too_many = [len(ids) > count + _MOST_TIES for (ids, _), count in zip(found, counts, strict=True)]
-    uncertain = torch.tensor(too_many, device=_HOST)
-    kept = (~uncertain).nonzero()[:, 0].tolist()
-    width = max([1, *(len(found[row][0]) for row in kept)])
-    ids = torch.zeros(len(scores), width, dtype=torch.int64, device=_HOST)
-    values = torch.full((len(scores), width), EXCLUDED, dtype=torch.float32, device=_HOST)
-    for row in kept:
-        row_ids, row_values = found[row]
-        ids[row, : len(row_ids)] = torch.from_numpy(row_ids)
-        values[row, : len(row_ids)] = torch.from_numpy(row_values)
-    return ids, values, uncertain
+def _bounds_by_mass(scores: Tensor, top_p: list[float]) -> tuple[Tensor, list[float]]:
+    """Numbers that all tokens reach which have top_p together, float32[N, 1], NaN for a row with NaN; and the rows'
+    sums of exp(score - highest score)."""
+    highest = scores.amax(dim=1, keepdim=True)
+    parts = zip(in_chunks(scores), in_chunks(highest, scores.shape[1]), strict=True)
+    totals = torch.cat([(part - top).exp_().sum(dim=1) for part, top in parts]).tolist()
+    size = scores.shape[1]
+    least = [
+        least_score(top, total, size, p) for top, total, p in zip(highest[:, 0].tolist(), totals, top_p, strict=True)
+    ]
+    bounds = torch.tensor(least, dtype=torch.float64, device=_HOST).float().clamp_min(torch.finfo(torch.float32).min)
+    return bounds.unsqueeze(1).to(scores.device), totals
 
 
 def reaching_by_row(scores: Tensor, bounds: Tensor) -> list[Reaching]:
@@ -155,41 +180,44 @@ def reaching_by_mask(scores: Tensor, bounds: Tensor) -> list[Reaching]:
     return list(zip(np.split(ids, ends[:-1]), np.split(values, ends[:-1]), strict=True))
 
 
-def _full_mass(scores: Tensor) -> Tensor:
-    """float64[N] on the CPU: sum over all tokens of exp(score - highest score)."""
-    return (scores - scores.amax(dim=1, keepdim=True)).exp_().sum(dim=1).double().cpu()
+def _survivors(ids: Ids, scores: Scores, truncation: Truncation, total: float) -> _Survivors | None:
+    """What the truncation leaves of a row's likeliest tokens; None if that is uncertain.
+
+    Args:
+        total: sum of exp(score - highest score) over the whole row, if there is no top-k.
+    """
+    left = _Survivors(ids, scores, np.zeros(len(ids), dtype=np.bool_))
+    if len(ids) == 0 or not np.isfinite(highest := scores.max()):
+        return left
+    if truncation.top_k is not None:
+        if len(ids) > truncation.top_k + _MOST_TIES:
+            return None
+        if len(ids) > truncation.top_k:
+            # What equals the k-th highest score stays.
+            left = left.where(scores >= np.partition(scores, -truncation.top_k)[-truncation.top_k])
+        total = float(np.exp(left.scores - highest).sum(dtype=np.float64))
+    if truncation.top_p is not None:
+        inside = nucleus(left.scores, total, truncation.top_p)
+        if inside is None:
+            return None
+        left = _Survivors(left.ids, left.scores, inside.doubtful).where(inside.kept)
+    if truncation.min_p:
+        ratios = np.exp(left.scores.astype(np.float64) - highest)
+        if (np.abs(ratios - truncation.min_p) < _RATIO_TOLERANCE * truncation.min_p).any():
+            return None
+        left = left.where(ratios >= truncation.min_p)
+    return left
 
 
-def _apply_top_k(values: Tensor, counts: list[int], has_top_k: Tensor) -> None:
-    """Exclude what is below the k-th highest score; what equals it stays."""
-    # A row that is narrower than its k has excluded tokens among its k highest.
-    last = (torch.tensor(counts, device=_HOST) - 1).clamp_max(values.shape[1] - 1)
-    thresholds = values.sort(dim=1, descending=True).values.gather(1, last.unsqueeze(1))
-    values.masked_fill_((values < thresholds) & has_top_k.unsqueeze(1), EXCLUDED)
-
-
-def _apply_top_p(values: Tensor, mass: Tensor, totals: Tensor, top_p: Tensor) -> Tensor:
-    """Exclude, in `values` and `mass`, the tokens that have top_p of the mass above them; returns uncertain rows."""
-    if top_p.isinf().all():
-        return torch.zeros(len(values), dtype=torch.bool, device=_HOST)
-    # Ascending and stable, as the full stage orders equal scores.
-    order = values.sort(dim=1, stable=True).indices
-    descending = mass.gather(1, order).flip(1)
-    above = (descending.cumsum(dim=1) - descending).flip(1) / totals.unsqueeze(1)
-    remove = above >= top_p
-    remove[:, -1] = False
-    remove = remove.scatter(1, order, remove)
-    values.masked_fill_(remove, EXCLUDED)
-    mass.masked_fill_(remove, 0.0)
-    return ((above - top_p).abs() < _SUM_TOLERANCE).any(dim=1)
-
-
-def _apply_min_p(values: Tensor, mass: Tensor, min_p: Tensor) -> Tensor:
-    """Exclude the tokens with less than min_p of the highest probability; returns the uncertain rows."""
-    # The likeliest token has mass 1, so a mass is the ratio.
-    values.masked_fill_(mass < min_p, EXCLUDED)
-    return ((mass - min_p).abs() < _RATIO_TOLERANCE * min_p).any(dim=1)
-
-
-def _column(values: list[float]) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=_HOST).unsqueeze(1)
+def _padded(rows: Sequence[_Survivors | None]) -> Candidates:
+    width = max([1, *(len(row.ids) for row in rows if row is not None)])
+    ids = torch.zeros(len(rows), width, dtype=torch.int64, device=_HOST)
+    scores = torch.full((len(rows), width), EXCLUDED, dtype=torch.float32, device=_HOST)
+    doubtful = {}
+    for index, row in enumerate(rows):
+        if row is not None:
+            ids[index, : len(row.ids)] = torch.from_numpy(row.ids)
+            scores[index, : len(row.ids)] = torch.from_numpy(row.scores)
+            if row.doubtful.any():
+                doubtful[index] = row.doubtful_columns()
+    return Candidates(ids, scores, [row is None for row in rows], doubtful)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Rows are taken a few at a time so that the float64 copies stay in the cache on a CPU and small on a GPU.
+# Rows are taken a few at a time so that copies of them stay in the cache on a CPU and small on a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 
 
@@ -30,14 +32,19 @@ def inverse_cdf(scores: Tensor, uniforms: npt.NDArray[np.float64]) -> list[int]:
 def drawn_indices(scores: Tensor, uniforms: Tensor) -> Tensor:
     """`inverse_cdf` with everything, uniforms and result (int64[N]) too, on the scores' device."""
     chosen = []
-    rows = max(1, _CHUNK_ELEMENTS.get(scores.device.type, 1 << 18) // scores.shape[1])
-    for part, numbers in zip(scores.split(rows), uniforms.split(rows), strict=True):
+    for part, numbers in zip(in_chunks(scores), in_chunks(uniforms, scores.shape[1]), strict=True):
         cumulative = (part.double() - part.amax(dim=1, keepdim=True)).exp_().cumsum(dim=1)
         totals = cumulative[:, -1:]
         found = torch.searchsorted(cumulative, numbers.unsqueeze(1) * totals, right=True)
         # A number as an argument of the kernel: `where` would copy it to the device.
         chosen.append(found.masked_fill_(~totals.isfinite(), -1)[:, 0])
     return torch.cat(chosen)
+
+
+def in_chunks(rows: Tensor, width: int | None = None) -> Sequence[Tensor]:
+    """A few rows at a time, of a matrix or, if its width is given, of what goes with it."""
+    width = rows.shape[1] if width is None else width
+    return rows.split(max(1, _CHUNK_ELEMENTS.get(rows.device.type, 1 << 18) // width))
 
 
 def first_maximum(scores: Tensor) -> list[int]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hfpaged.sampling.candidates import truncate
+from hfpaged.sampling.candidates import Candidates, truncate
 from hfpaged.sampling.distribution import first_maximum, inverse_cdf
 from hfpaged.sampling.errors import INVALID_SCORES, InvalidScoresError
 from hfpaged.sampling.processors import CompiledProcessors, apply_stages
@@ -168,21 +168,36 @@ class _Batch:
             return
         candidates = truncate(_select(self.scores, rows), [self._processors[index].truncation for index in rows])
         places = inverse_cdf(candidates.scores, self._uniforms[rows])
-        uncertain: set[int] = set()
+        unsettled = self._unsettled(candidates, places, rows)
         for n, index in enumerate(rows):
-            if candidates.uncertain[n]:
-                uncertain.add(index)
+            if index in unsettled:
                 continue
             self._settle(index, int(candidates.ids[n, places[n]]) if places[n] >= 0 else _NO_TOKEN)
             if self._rows[index].keep_scores:
                 self._keep_only(index, candidates.ids[n], candidates.scores[n])
-        if uncertain:
+        if unsettled:
             self._run(
                 [
-                    processors.stages[len(processors.head) :] if index in uncertain else ()
+                    processors.stages[len(processors.head) :] if index in unsettled else ()
                     for index, processors in enumerate(self._processors)
                 ]
             )
+
+    def _unsettled(self, candidates: Candidates, places: list[int], rows: list[int]) -> set[int]:
+        """The rows whose tokens, or scores if those are kept, depend on which candidates the full stages keep."""
+        unsettled = {index for n, index in enumerate(rows) if candidates.uncertain[n]}
+        doubtful = {n: columns for n, columns in candidates.doubtful.items() if not self._rows[rows[n]].keep_scores}
+        unsettled.update(rows[n] for n in candidates.doubtful if n not in doubtful)
+        # Every set that may be the right one: without the least likely doubtful one, without the two least likely, ...
+        choices = [(n, columns[: k + 1]) for n, columns in doubtful.items() for k in range(len(columns))]
+        if choices:
+            owners = [n for n, _ in choices]
+            scores = candidates.scores[owners]
+            for row, (_, dropped) in zip(scores, choices, strict=True):
+                row[dropped] = EXCLUDED
+            drawn = inverse_cdf(scores, self._uniforms[[rows[n] for n in owners]])
+            unsettled.update(rows[n] for n, place in zip(owners, drawn, strict=True) if place != places[n])
+        return unsettled
 
     def draw_greedy(self) -> None:
         """Take the most likely token of the rows that do not sample."""

@@ -81,6 +81,26 @@ def test_candidates_give_the_token_of_the_full_vocabulary(tied: bool) -> None:
         assert fast.errors == slow.errors == [None] * 80
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flat_distributions_over_many_tokens_give_the_token_of_a_full_sort(dtype: torch.dtype) -> None:
+    logits = (torch.randn(32, 40_000) * 0.7).to(dtype)
+    rows = [
+        SampleRow([1], CompiledProcessors([TopPLogitsWarper((0.9, 0.95, 0.5)[n % 3])]), do_sample=True, seed=n)
+        for n in range(32)
+    ]
+    assert Sampler().draw(logits, rows).tokens == Sampler(0).draw(logits, rows).tokens
+
+
+def test_a_token_is_the_full_vocabularys_wherever_rounding_decides_what_is_kept() -> None:
+    # Equal tokens, and top_p at a boundary between two: one more or less shifts most draws.
+    logits = torch.zeros(200, VOCAB)
+    rows = [
+        SampleRow([1], CompiledProcessors([TopPLogitsWarper(1 - 5 / VOCAB)]), do_sample=True, seed=n)
+        for n in range(200)
+    ]
+    assert Sampler().draw(logits, rows).tokens == Sampler(0).draw(logits, rows).tokens
+
+
 def test_candidates_leave_the_scores_of_the_full_vocabulary() -> None:
     logits = make_logits(48)
     fast, slow = (Sampler(most).draw(logits, make_rows(48, keep_scores=True)) for most in (4096, 0))
