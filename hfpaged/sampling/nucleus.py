@@ -19,6 +19,8 @@ Mask = npt.NDArray[np.bool_]
 _TOLERANCE = 2e-5
 # The same for the sum of a row's float32 masses that is handed in. The largest error seen is 5e-8.
 _TOTAL_TOLERANCE = 2e-7
+# A row with more tokens than this of which rounding decides is left to the full stages.
+_MOST_DOUBTFUL = 8
 # More scores than this are grouped before a group of them is sorted.
 _FEW = 4096
 
@@ -59,24 +61,17 @@ def nucleus(scores: Scores, total: float, top_p: float) -> Nucleus | None:
         total: sum of exp(score - highest score) over all tokens of the row.
     """
     highest = scores.max()
-    # Differences are rounded to float32 as stock rounds them.
-    masses = np.exp(scores - highest)
-    likelier, mass_of_likelier, band = _around_edge(scores, masses, top_p * total)
-    band_masses = np.exp(band - highest).astype(np.float64)
-    # Each token's mass and that of all less likely ones; it stays where this is more than 1 - top_p of the total.
-    with_rest = total - mass_of_likelier - (band_masses.cumsum() - band_masses)
     rest, tolerance = _rest(total, top_p)
-    sure = int(np.count_nonzero(with_rest > rest + tolerance))
-    possible = int(np.count_nonzero(with_rest > rest - tolerance))
-    if likelier == 0:
-        sure = max(sure, 1)
-    below = total - mass_of_likelier - band_masses.sum()
-    if sure == 0 or (likelier + len(band) < len(scores) and below > rest - tolerance):
+    band = _around_edge(scores, highest, total - rest)
+    edge = _edge(band, highest, total - rest, tolerance)
+    if edge is None:
+        band = _Band(0, 0.0, np.sort(scores)[::-1], True)
+        edge = _edge(band, highest, total - rest, tolerance)
+    sure, possible = edge
+    if possible - sure > _MOST_DOUBTFUL:
         return None
-    kept = _likeliest(scores, band[max(sure, possible) - 1], likelier + max(sure, possible))
-    if possible <= sure:
-        return Nucleus(kept, np.zeros_like(kept))
-    return Nucleus(kept, kept & ~_likeliest(scores, band[sure - 1], likelier + sure))
+    kept = _likeliest(scores, band, possible)
+    return Nucleus(kept, kept & ~_likeliest(scores, band, sure) if sure < possible else np.zeros_like(kept))
 
 
 def _rest(total: float, top_p: float) -> tuple[float, float]:
@@ -85,14 +80,28 @@ def _rest(total: float, top_p: float) -> tuple[float, float]:
     return rest, _TOLERANCE * rest + _TOTAL_TOLERANCE * total
 
 
-def _around_edge(scores: Scores, masses: Scores, target: float) -> tuple[int, float, Scores]:
-    """The scores among which the likeliest tokens reach the mass `target`.
+@dataclass(frozen=True, slots=True)
+class _Band:
+    """Tokens of neighbouring rank.
 
-    Returns:
-        How many tokens are likelier than these, their mass, and the scores in descending order.
+    Attributes:
+        likelier: how many tokens are likelier than all of them.
+        mass: of those.
+        scores: of the band, in descending order.
+        is_last: whether none is less likely.
     """
+
+    likelier: int
+    mass: float
+    scores: Scores
+    is_last: bool
+
+
+def _around_edge(scores: Scores, highest: np.float32, target: float) -> _Band:
+    """The tokens among which the likeliest ones reach the mass `target`; all of them, if they are few."""
     if len(scores) <= _FEW:
-        return 0, 0.0, np.sort(scores)[::-1]
+        return _Band(0, 0.0, np.sort(scores)[::-1], True)
+    masses = np.exp(scores - highest)
     # The upper half of a positive float32 is its exponent and seven bits: masses with equal ones are within 1 %.
     groups = masses.view(np.uint32) >> np.uint32(16)
     groups -= groups.min()
@@ -101,11 +110,27 @@ def _around_edge(scores: Scores, masses: Scores, target: float) -> tuple[int, fl
     index = min(int(np.searchsorted(reached, target)), len(reached) - 1)
     group = len(reached) - 1 - index
     band = np.sort(scores[groups == group])[::-1]
-    return int(np.count_nonzero(groups > group)), float(reached[index] - by_group[index]), band
+    return _Band(int(np.count_nonzero(groups > group)), float(reached[index] - by_group[index]), band, group == 0)
 
 
-def _likeliest(scores: Scores, least: np.float32, count: int) -> Mask:
-    """Mask of the `count` highest scores, the least of which is `least`; the last ones of those that equal it."""
+def _edge(band: _Band, highest: np.float32, target: float, tolerance: float) -> tuple[int, int] | None:
+    """How many of all tokens stay for sure, and how many may; None if the band does not show.
+
+    A token stays if the likelier ones have less than the mass `target`; the likeliest always does.
+    """
+    # Differences are rounded to float32 as stock rounds them.
+    masses = np.exp(band.scores - highest).astype(np.float64)
+    above = band.mass + masses.cumsum() - masses
+    sure = int(np.count_nonzero(above < target - tolerance))
+    possible = int(np.count_nonzero(above < target + tolerance))
+    if (sure == 0 and band.likelier) or (possible == len(masses) and not band.is_last):
+        return None
+    return max(1, band.likelier + sure), max(1, band.likelier + possible)
+
+
+def _likeliest(scores: Scores, band: _Band, count: int) -> Mask:
+    """Mask of the `count` likeliest, the least of which is in the band; the last ones of those that equal it."""
+    least = band.scores[count - band.likelier - 1]
     kept = scores >= least
     surplus = int(np.count_nonzero(kept)) - count
     if surplus:

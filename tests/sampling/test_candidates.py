@@ -46,8 +46,8 @@ def test_a_token_at_a_rounding_boundary_of_top_p_is_doubtful() -> None:
 def test_a_row_of_which_rounding_decides_about_too_much_is_uncertain() -> None:
     # One token has exactly top_p, and none of the others is worth the rounding of its probability.
     scores = torch.zeros(1, 50_000)
-    scores[0, 7] = math.log(9 * (50_000 - 1))
-    assert truncate(scores, [Truncation(None, 0.9, None)]).uncertain == [True]
+    scores[0, 7] = math.log(999 * (50_000 - 1))
+    assert truncate(scores, [Truncation(None, 0.999, None)]).uncertain == [True]
     assert truncate(scores, [Truncation(None, 0.8, None)]).ids.shape[1] == 1
 
 
