@@ -195,7 +195,7 @@ class CombineOp(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """One step; the pointers are the arrays of a StepBatch."""
+    """One step; the pointers are the arrays of a StepBatch, or null where no operation uses them."""
 
     _fields_ = [
         ("batch", Batch),
@@ -221,9 +221,11 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 STEP_BYTES = 256  # one depth step of a panel: 64 words
 
 _SIGNATURES = {
+    "hfp_use_threads": (None, [c_int32]),
     "hfp_program_create": (c_void_p, [c_int32]),
     "hfp_program_destroy": (None, [c_void_p]),
     "hfp_program_add_buffer": (c_int32, [c_void_p, c_int32, c_int32]),
+    "hfp_program_bind_buffer": (None, [c_void_p, c_int32, c_void_p, c_int64]),
     "hfp_program_buffer": (c_void_p, [c_void_p, c_int32, POINTER(c_int64)]),
     "hfp_program_add_op": (c_int32, [c_void_p, c_int32, c_void_p, c_int64]),
     "hfp_program_replace_op": (c_int32, [c_void_p, c_int32, c_int32, c_void_p, c_int64]),

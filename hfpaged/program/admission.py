@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,16 +22,19 @@ NORM_FUSIONS = {
 
 
 class Gatekeeper:
-    """Asks the guards about the parts of `model`. Every method returns the admission or raises FusionRefused."""
+    """Asks the guards about parts of a model with activations in `dtype`.
 
-    def __init__(self, registry: FusionRegistry, model: Model):
+    Every method returns the admission or raises FusionRefused.
+    """
+
+    def __init__(self, registry: FusionRegistry, dtype: torch.dtype):
         self._registry = registry
-        self.model = model
+        self._dtype = dtype
 
-    def admit_all(self) -> None:
+    def admit_all(self, model: Model) -> None:
         """Ask every guard again, about the weights as they are now."""
-        self.embedding()
-        for layer in self.model.layers:
+        self.embedding(model.embedding)
+        for layer in model.layers:
             attention = layer.attention
             for linear in (attention.query, attention.key, attention.value):
                 self.linear(linear)
@@ -41,14 +45,13 @@ class Gatekeeper:
             for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
                 if norm is not None:
                     self.norm(norm)
-        self.norm(self.model.final_norm)
-        self.head()
+        self.norm(model.final_norm)
+        self.head(model.head)
 
-    def embedding(self) -> Admission:
+    def embedding(self, module: nn.Module) -> Admission:
         """The token embedding."""
-        table = self.model.embedding.weight
-        operands = {"table": Operand.of(table), "out": self._rows(table.shape[1])}
-        return self._admit("embedding", operands, [self.model.embedding])
+        operands = {"table": Operand.of(module.weight), "out": self._rows(module.weight.shape[1])}
+        return self._admit("embedding", operands, [module])
 
     def linear(self, linear: Linear, residual: bool = False) -> Admission:
         """A linear module, with or without the addition to the residual stream."""
@@ -86,7 +89,7 @@ class Gatekeeper:
             self.norm(norm)
         operands = {"x": self._rows(attention.key_dim), "cache": self._rows(attention.key_dim)}
         if attention.rotary is not None:
-            table_dtype = self.model.dtype if attention.rotation.round_products else torch.float32
+            table_dtype = self._dtype if attention.rotation.round_products else torch.float32
             operands["table"] = self._rows(attention.rotation.width, table_dtype)
         return self._admit("rotary_kv_write", operands, [norm.module for norm in norms])
 
@@ -103,9 +106,8 @@ class Gatekeeper:
         self.linear(experts.router)
         return self._admit("router", {"x": self._rows(len(experts.experts))}, [experts.router.module])
 
-    def head(self) -> Admission:
+    def head(self, head: Linear) -> Admission:
         """The head with its argmax."""
-        head = self.model.head
         return self._admit("head_argmax", self._linear_operands(head), [head.module])
 
     def _admit_mlp(self, mlp: Mlp | Experts) -> None:
@@ -121,7 +123,8 @@ class Gatekeeper:
     def _linear_operands(self, linear: Linear) -> dict[str, Operand]:
         operands = {"x": self._rows(linear.in_features), "out": self._rows(linear.out_features)}
         if linear.packed is None:
-            operands["weight"] = Operand.of(getattr(linear.module, linear.parameter))
+            weight = Operand.of(getattr(linear.module, linear.parameter))
+            operands["weight"] = replace(weight, shape=weight.shape[::-1]) if linear.transposed else weight
         else:
             operands |= _packed_operands(linear.packed)
         if linear.bias is not None:
@@ -129,16 +132,21 @@ class Gatekeeper:
         return operands
 
     def _rows(self, width: int, dtype: torch.dtype | None = None) -> Operand:
-        return Operand.rows(width, dtype or self.model.dtype)
+        return Operand.rows(width, dtype or self._dtype)
 
     def _admit(self, name: str, operands: dict[str, Operand], modules: Iterable[nn.Module]) -> Admission:
         values = FusionValues(
             operands,
             autocast=torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-            hooked=any(_is_hooked(module) for module in modules),
+            hooked=any(self._is_hooked(module) for module in modules),
             adapted=any("active_adapters" in dir(type(module)) for module in modules),
         )
         return self._registry.admit(name, values)
+
+    @staticmethod
+    def _is_hooked(module: nn.Module) -> bool:
+        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+        return any(hooks) or "forward" in module.__dict__
 
 
 def _packed_or(name: str, linear: Linear) -> str:
@@ -147,8 +155,3 @@ def _packed_or(name: str, linear: Linear) -> str:
 
 def _packed_operands(module: PackedLinear) -> dict[str, Operand]:
     return {"codes": Operand.of(module.codes), "scales": Operand.of(module.scales)}
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    return any(hooks) or "forward" in module.__dict__

@@ -222,3 +222,8 @@ class Model:
     final_norm: Norm
     head: Linear
     logit_scaling: LogitScaling
+
+    @property
+    def attention_layers(self) -> tuple[Attention, ...]:
+        """The attention part of each layer."""
+        return tuple(layer.attention for layer in self.layers)

@@ -78,6 +78,10 @@ class NativeProgram:
         """Operations so far."""
         return len(self.labels)
 
+    def ops_since(self, first: int) -> OpRange:
+        """The operations from `first` on."""
+        return OpRange(first, self.num_ops)
+
     @property
     def packed_bytes(self) -> int:
         """Memory that the products read: packed copies, and weights in 4 bits where they are."""
@@ -193,7 +197,7 @@ class NativeProgram:
         for index, table in enumerate(self._tables):
             if table.positions:
                 table.compute(table.positions)
-                self._set_table(index, table)
+                self.set_table(index, table.cosine, table.sine)
         for index, struct, module in self._embeddings:
             struct.table = module.weight.data_ptr()
             self._library.hfp_program_replace_op(
@@ -204,12 +208,15 @@ class NativeProgram:
         """Have the rotary tables reach position `positions` - 1."""
         for index, table in enumerate(self._tables):
             if table.grow(positions):
-                self._set_table(index, table)
+                self.set_table(index, table.cosine, table.sine)
 
-    def _set_table(self, index: int, table: RotaryTable) -> None:
-        self._library.hfp_program_set_table(
-            self._handle, index, table.cosine.data_ptr(), table.sine.data_ptr(), table.positions
-        )
+    def set_table(self, index: int, cosine: torch.Tensor, sine: torch.Tensor) -> None:
+        """Have rotary table `index` be these: fp32 [positions, width], contiguous, and kept alive by the caller."""
+        self._library.hfp_program_set_table(self._handle, index, cosine.data_ptr(), sine.data_ptr(), cosine.shape[0])
+
+    def bind_buffer(self, index: int, address: int, stride: int) -> None:
+        """Have the rows of a buffer be memory of the caller's, `stride` elements apart, until it is bound again."""
+        self._library.hfp_program_bind_buffer(self._handle, index, address, stride)
 
     def run(self, step: abi.Step, ops: OpRange) -> None:
         """Run some operations of a step. The GIL is released meanwhile.

@@ -38,11 +38,11 @@ class StepProgram:
         description: what was recognized.
     """
 
-    def __init__(self, native: NativeProgram, layout: ProgramLayout, gate: Gatekeeper, threads: ThreadPolicy):
-        self.description = gate.model
+    def __init__(self, native: NativeProgram, assembler: Assembler, layout: ProgramLayout, threads: ThreadPolicy):
+        self.description = assembler.model
         self._native = native
         self._layout = layout
-        self._gate = gate
+        self._gate = assembler.gate
         self._threads = threads
         self._cache: CachePointers | None = None
         self._memory = LogitsMemory()
@@ -70,15 +70,16 @@ class StepProgram:
         require_fixed_frequencies(model)
         trace = trace_forward(model)
         description = recognize_model(model, trace)
-        gate = Gatekeeper(registry or FusionRegistry(), description)
+        gate = Gatekeeper(registry or FusionRegistry(), description.dtype)
         native = NativeProgram(abi.declare(native_library.load()), description.dtype)
+        assembler = Assembler(native, description, gate)
         try:
-            layout = Assembler(native, description, gate).assemble()
+            layout = assembler.assemble()
         except FusionRefused as refused:
             raise NotRecognized(str(refused)) from refused
         native.refresh(None, num_threads)
         Verifier(native, description, layout, trace).check()
-        return cls(native, layout, gate, ThreadPolicy(num_threads, min_thread_seconds))
+        return cls(native, assembler, layout, ThreadPolicy(num_threads, min_thread_seconds))
 
     @property
     def packed_bytes(self) -> int:
@@ -106,7 +107,7 @@ class StepProgram:
             NotRecognized: a weight changed its shape, dtype or device; build a new program.
         """
         try:
-            self._gate.admit_all()
+            self._gate.admit_all(self.description)
         except FusionRefused as refused:
             raise NotRecognized(str(refused)) from refused
         self._native.refresh(None if modules is None else set(modules), self._threads.limit)
@@ -156,7 +157,8 @@ class StepProgram:
     def _step(self, batch: Any, kv: KVPairs, sample_rows: np.ndarray, argmax: np.ndarray) -> abi.Step:
         self._native.prepare_positions(int(batch.context_len.max()))
         if self._cache is None or not self._cache.serves(kv, batch.block_size):
-            self._cache = CachePointers(kv, self.description, batch.block_size)
+            model = self.description
+            self._cache = CachePointers(kv, model.attention_layers, model.dtype, batch.block_size)
         step = make_step(batch, self._cache, sample_rows)
         step.argmax = argmax.ctypes.data
         return step
@@ -168,7 +170,8 @@ class StepProgram:
         step.threads = self._threads.choose(estimate)
         start = time.perf_counter()
         self._native.run(step, ops)
-        self._threads.record(estimate, time.perf_counter() - start, step.cpu_seconds)
+        seconds = time.perf_counter() - start
+        self._threads.record(estimate, seconds, step.cpu_seconds / (seconds * step.threads))
 
     def _seconds(self, tokens: int) -> float:
         """Rough time of a step of `tokens` tokens on one thread."""

@@ -13,31 +13,31 @@ from hfpaged.errors import NativeKernelError
 from hfpaged.native.kv_layout import KVLayout
 from hfpaged.native.library import Batch
 from hfpaged.program.abi import Step
-from hfpaged.program.description import Model
+from hfpaged.program.description import Attention
 
 KVPairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class CachePointers:
-    """Addresses of the keys and values of all layers, checked against the model once.
+    """Addresses of the keys and values of some attention layers, checked against the layers once.
 
     Args:
-        kv: (key, value) of each attention layer, leading dimension = block, in the native layout.
+        kv: (key, value) of each layer, leading dimension = block, in the native layout.
+        dtype: that the layers compute in.
 
     Raises:
-        NativeKernelError: a tensor does not hold what its layer of `model` writes.
+        NativeKernelError: a tensor does not hold what its layer writes.
     """
 
-    def __init__(self, kv: KVPairs, model: Model, block_size: int):
+    def __init__(self, kv: KVPairs, layers: Sequence[Attention], dtype: torch.dtype, block_size: int):
         self.kv = kv
         self.block_size = block_size
         self.num_blocks = kv[0][0].shape[0]
-        if len(kv) != len(model.layers):
-            raise NativeKernelError(f"the model has {len(model.layers)} attention layers, the KV cache {len(kv)}")
-        for index, (layer, pair) in enumerate(zip(model.layers, kv, strict=True)):
-            shape = layer.attention
+        if len(kv) != len(layers):
+            raise NativeKernelError(f"there are {len(layers)} attention layers, and the KV cache has {len(kv)}")
+        for index, (shape, pair) in enumerate(zip(layers, kv, strict=True)):
             layout = KVLayout(self.num_blocks, block_size, shape.kv_heads, shape.key_dim, shape.value_dim)
-            if any(tensor.dtype != model.dtype for tensor in pair) or not layout.is_of(*pair):
+            if any(tensor.dtype != dtype for tensor in pair) or not layout.is_of(*pair):
                 raise NativeKernelError(f"the KV cache of layer {index} has another dtype or shape than the model")
         self.key, self.value = ((ctypes.c_void_p * len(kv))(*(pair[part].data_ptr() for pair in kv)) for part in (0, 1))
 

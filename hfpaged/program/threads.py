@@ -155,11 +155,11 @@ class ThreadPolicy:
         size_class = self._class_of(estimate)
         return size_class.trial() if size_class.in_trial else size_class.threads
 
-    def record(self, estimate: float, seconds: float, cpu_seconds: float = 0.0) -> None:
+    def record(self, estimate: float, seconds: float, had_cpu: float = 0.0) -> None:
         """A step of that estimate took `seconds` on the threads that `choose` said.
 
         Args:
-            cpu_seconds: CPU time of all of them; 0 where that is not known.
+            had_cpu: the part of the time that they had work for which they had the CPU; 0 where that is not known.
         """
         if not self._min_thread_seconds:
             return
@@ -167,7 +167,7 @@ class ThreadPolicy:
         if size_class.in_trial:
             size_class.record_trial(seconds / estimate)
         else:
-            size_class.record(seconds / estimate, cpu_seconds / (seconds * size_class.threads))
+            size_class.record(seconds / estimate, had_cpu)
 
     def _class_of(self, estimate: float) -> _SizeClass:
         # A factor of four: single decodes, small batches, large batches and prompt chunks are apart.

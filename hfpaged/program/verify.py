@@ -65,7 +65,8 @@ class Verifier:
         self._argmax = np.empty(len(rows), dtype=np.int64)
         self._logits = torch.empty(len(rows), model.head.out_features)
         native.prepare_positions(int(trace.positions.max()) + 1)
-        self._step = make_step(batch, CachePointers(_scratch_cache(model, batch), model, BLOCK_SIZE), rows)
+        cache = CachePointers(_scratch_cache(model, batch), model.attention_layers, model.dtype, BLOCK_SIZE)
+        self._step = make_step(batch, cache, rows)
         self._step.argmax, self._step.logits = self._argmax.ctypes.data, self._logits.data_ptr()
         self._step.threads = 1
 
@@ -110,7 +111,7 @@ def _scratch_cache(model: Model, batch: TraceBatch) -> list[tuple[torch.Tensor, 
     num_blocks = batch.block_tables.size
     layouts = [
         KVLayout(num_blocks, BLOCK_SIZE, shape.kv_heads, shape.key_dim, shape.value_dim)
-        for shape in (layer.attention for layer in model.layers)
+        for shape in model.attention_layers
     ]
     return [layout.views(torch.zeros(layout.memory_shape, dtype=model.dtype)) for layout in layouts]
 

@@ -58,13 +58,12 @@ class LeafTier(Tier):
         estimate = self._seconds(len(batch.token_ids))
         threads, start, argmax = self._threads.choose(estimate), time.perf_counter(), None
         try:
-            with self._leaves.kernels.using(threads):
+            with self._leaves.kernels.stepping(batch, threads):
                 output = self._modules.run(batch, want_logits)
         finally:
-            self._leaves.angles.forget()
             if head is not None:
                 argmax = head.take_argmax()
-        self._threads.record(estimate, time.perf_counter() - start)
+        self._threads.record(estimate, time.perf_counter() - start, self._leaves.kernels.usage.had_cpu)
         return output if argmax is None else StepOutput(None, argmax)
 
     def refusals(self) -> dict[str, int]:

@@ -10,6 +10,7 @@ from torch import nn
 from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
+from hfpaged.runtime.leaves.leaf import Forward, Leaf
 
 
 def gate() -> LeafGate:
@@ -22,6 +23,12 @@ def kernels(threads: int = 1) -> LeafKernels:
     found = LeafKernels()
     found.threads = threads
     return found
+
+
+def forward_of(leaf: Leaf, native: LeafKernels, name: str = "it") -> Forward:
+    """A forward of a leaf, over the present weights."""
+    native.refresh()
+    return leaf.forwards()[name]
 
 
 def random_module(make: Callable[[], nn.Module], dtype: torch.dtype, seed: int = 0) -> nn.Module:

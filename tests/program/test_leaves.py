@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from program.leafing import gate, kernels, random_module, random_rows
+from program.leafing import forward_of, gate, kernels, random_module, random_rows
 from torch import nn
 from torch.nn import functional
 
@@ -42,20 +42,20 @@ def leaf_of(kind, dtype, threads=1):
     native = kernels(threads)
     if kind == "linear":
         module = linear(dtype)
-        return module, LinearLeaf({"it": module}, gate(), native).forwards()["it"], DEPTH
+        return module, forward_of(LinearLeaf({"it": module}, gate(), native), native), DEPTH
     if kind == "wide linear":
         module = linear(dtype, depth=2048, width=70)
-        return module, LinearLeaf({"it": module}, gate(), native).forwards()["it"], 2048
+        return module, forward_of(LinearLeaf({"it": module}, gate(), native), native), 2048
     if kind == "head":
         module = linear(dtype, bias=False)
-        return module, HeadLeaf("it", module, gate(), native).forwards()["it"], DEPTH
+        return module, forward_of(HeadLeaf("it", module, gate(), native), native), DEPTH
     if kind == "norm":
         module = random_module(lambda: nn.RMSNorm(DEPTH, eps=1e-6), dtype)
         norm = identify_norm(module, DEPTH, dtype)
-        return module, NormLeaf("it", norm, dtype, gate(), native).forwards()["it"], DEPTH
+        return module, forward_of(NormLeaf("it", norm, dtype, gate(), native), native), DEPTH
     module = random_module(GatedMlp, dtype)
     mlp = Mlp(Linear(module.gate), Linear(module.up), Linear(module.down), Activation.SILU)
-    return module, MlpLeaf("it", module, mlp, gate(), native).forwards()["it"], DEPTH
+    return module, forward_of(MlpLeaf("it", module, mlp, gate(), native), native), DEPTH
 
 
 KINDS = ("linear", "wide linear", "head", "norm", "mlp")
@@ -94,11 +94,15 @@ def test_many_threads_share_large_calls(dtype):
     """Calls that are worth more than one thread, which the small ones above are not."""
     module = linear(dtype, depth=512, width=3000)
     x = random_rows(48, 512, dtype)
-    results = [LinearLeaf({"it": module}, gate(), kernels(n)).forwards()["it"](x) for n in (1, 2, 3, 4)]
+    results = [
+        forward_of(LinearLeaf({"it": module}, gate(), native), native)(x) for native in map(kernels, (1, 2, 3, 4))
+    ]
     assert all(torch.equal(result, results[0]) for result in results)
     mlp = random_module(lambda: GatedMlp(512, 1500), dtype)
     described = Mlp(Linear(mlp.gate), Linear(mlp.up), Linear(mlp.down), Activation.SILU)
-    results = [MlpLeaf("it", mlp, described, gate(), kernels(n)).forwards()["it"](x) for n in (1, 2, 3, 4)]
+    results = [
+        forward_of(MlpLeaf("it", mlp, described, gate(), native), native)(x) for native in map(kernels, (1, 2, 3, 4))
+    ]
     assert all(torch.equal(result, results[0]) for result in results)
 
 
@@ -108,10 +112,11 @@ def test_the_head_gives_the_first_of_the_largest_logits(isa, dtype, threads):
     module = linear(dtype, depth=256, width=5000, bias=False)
     with torch.no_grad():
         module.weight[3000:3010] = module.weight[40:50]  # equal logits
-    leaf = HeadLeaf("it", module, gate(), kernels(threads))
+    native = kernels(threads)
+    leaf = HeadLeaf("it", module, gate(), native)
     x = random_rows(9, 256, dtype)
     x[:5] = module.weight[40:45] * 30
-    forward = leaf.forwards()["it"]
+    forward = forward_of(leaf, native)
     expected = forward(x).float().argmax(-1)
     assert expected[:5].tolist() == [40, 41, 42, 43, 44]
     leaf.ask_argmax(9)
@@ -130,7 +135,10 @@ class TestLinearsOfOneInput:
 
     @pytest.fixture
     def forwards(self, modules):
-        return LinearLeaf(modules, gate(), kernels()).forwards()
+        native = kernels()
+        leaf = LinearLeaf(modules, gate(), native)
+        native.refresh()
+        return leaf.forwards()
 
     def test_each_gives_its_own_output(self, modules, forwards):
         x = random_rows(3, DEPTH, torch.float32)
@@ -159,21 +167,23 @@ class TestLinearsOfOneInput:
 
 def test_input_of_another_dtype_goes_to_the_module_itself():
     module = linear(torch.bfloat16)
-    forward = LinearLeaf({"it": module}, gate(), kernels()).forwards()["it"]
+    native = kernels()
+    forward = forward_of(LinearLeaf({"it": module}, gate(), native), native)
     with pytest.raises(RuntimeError, match="dtype"):
         forward(random_rows(2, DEPTH, torch.float32))
 
 
 def test_it_computes_with_the_old_weights_until_they_are_taken_over():
     module = linear(torch.float32)
-    leaf = LinearLeaf({"it": module}, gate(), kernels())
+    native = kernels()
+    forward = forward_of(LinearLeaf({"it": module}, gate(), native), native)
     x, before = random_rows(3, DEPTH, torch.float32), module(random_rows(3, DEPTH, torch.float32))
     with torch.no_grad():
         module.weight.neg_()
         module.bias.zero_()
-    torch.testing.assert_close(leaf.forwards()["it"](x), before)
-    leaf.refresh()
-    torch.testing.assert_close(leaf.forwards()["it"](x), module(x))
+    torch.testing.assert_close(forward(x), before)
+    native.refresh()
+    torch.testing.assert_close(forward(x), module(x))
 
 
 class Quantized(torch.Tensor):
@@ -205,7 +215,7 @@ def test_the_guard_refuses(change, reason):
     module = linear(torch.float32)
     leaf = LinearLeaf({"it": module}, gate(), kernels())
     change(module)
-    for refused in (leaf.refresh, lambda: LinearLeaf({"it": module}, gate(), kernels())):
+    for refused in (leaf.admit, lambda: LinearLeaf({"it": module}, gate(), kernels())):
         with pytest.raises(FusionRefused, match=reason):
             refused()
 
@@ -217,7 +227,9 @@ def test_an_odd_depth_of_16_bit_numbers_is_refused():
 
 def test_weights_of_another_shape_are_not_taken_over():
     module = linear(torch.float32)
-    leaf = LinearLeaf({"it": module}, gate(), kernels())
+    native = kernels()
+    leaf = LinearLeaf({"it": module}, gate(), native)
     module.weight = nn.Parameter(torch.zeros(WIDTH, DEPTH + 2))
+    leaf.admit()
     with pytest.raises(NotRecognized):
-        leaf.refresh()
+        native.refresh()

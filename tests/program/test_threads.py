@@ -29,7 +29,7 @@ def simulate(
     for _ in range(steps):
         used.append(policy.choose(estimate))
         seconds = machine(used[-1])
-        policy.record(estimate, seconds, had_cpu * used[-1] * seconds)
+        policy.record(estimate, seconds, had_cpu)
     return used
 
 

@@ -33,6 +33,11 @@ struct SharedPlan {
   }
 };
 
+// What the indices of a step must stay below.
+struct StepLimits {
+  int64_t positions, vocab;
+};
+
 struct Program {
   HfpDtype type;
   std::vector<Op> ops;
@@ -51,7 +56,8 @@ struct Program {
   ScreenBounds bounds = {};
 
   ~Program() {
-    for (Buffer& buffer : buffers) std::free(buffer.data);
+    for (Buffer& buffer : buffers)
+      if (!buffer.is_bound) std::free(buffer.data);
   }
 
   int64_t element_bytes() const { return type == HFP_FP32 ? 4 : 2; }
@@ -61,6 +67,7 @@ struct Program {
   void reserve_routing(int64_t tokens);
   void reserve_bounds(int threads);
   bool reserve(const Step& step);
+  StepLimits limits(const Step& step) const;
   HfpProgramStatus check(const Step& step) const;
   int plan_attention(const Step& step);
   void run(Step& step);
@@ -112,7 +119,7 @@ void Program::reserve_bounds(int threads) {
 bool Program::reserve(const Step& step) {
   for (Buffer& buffer : buffers) {
     int64_t rows = rows_of(step, buffer.rows);
-    if (rows <= buffer.capacity) continue;
+    if (buffer.is_bound || rows <= buffer.capacity) continue;
     int64_t capacity = std::max(rows, buffer.capacity * 3 / 2);
     int64_t bytes = capacity * buffer.stride * element_bytes();
     char* data = static_cast<char*>(std::aligned_alloc(kCacheLine, bytes));
@@ -130,20 +137,34 @@ bool Program::reserve(const Step& step) {
   return true;
 }
 
+// Positions that all rotary tables of the step's operations have, and entries of its embedding table; no limit without.
+StepLimits Program::limits(const Step& step) const {
+  StepLimits limits = {INT64_MAX, INT64_MAX};
+  for (int32_t i = step.first_op; i < step.end_op; i++) {
+    const Op& op = ops[i];
+    if (op.kind == OpKind::kEmbed) limits.vocab = op.embed.vocab;
+    if (op.kind == OpKind::kRotateAndStore && op.rotate.style != RotaryStyle::kNone)
+      limits.positions = std::min(limits.positions, tables[op.rotate.table].positions);
+  }
+  return limits;
+}
+
+// Whether `count` indices, if there are any, are in [0, end).
+bool are_below(const int64_t* indices, int64_t count, int64_t end) {
+  for (int64_t i = 0; indices && i < count; i++)
+    if (indices[i] < 0 || indices[i] >= end) return false;
+  return true;
+}
+
 HfpProgramStatus Program::check(const Step& step) const {
   if (step.threads < 1 || step.tokens < 1 || step.samples < 0) return HFP_PROGRAM_BAD_STEP;
   if (step.first_op < 0 || step.end_op > int32_t(ops.size())) return HFP_PROGRAM_BAD_STEP;
-  int64_t positions = INT64_MAX, vocab = INT64_MAX, slots = int64_t(step.num_blocks) * step.batch.block_size;
-  for (const RotaryTable& table : tables) positions = std::min(positions, table.positions);
-  for (const Op& op : ops)
-    if (op.kind == OpKind::kEmbed) vocab = op.embed.vocab;
-  for (int64_t t = 0; t < step.tokens; t++) {
-    if (step.token_ids[t] < 0 || step.token_ids[t] >= vocab) return HFP_PROGRAM_BAD_TOKEN;
-    if (step.positions[t] < 0 || step.positions[t] >= positions) return HFP_PROGRAM_BAD_POSITION;
-    if (step.batch.slots && (step.batch.slots[t] < 0 || step.batch.slots[t] >= slots)) return HFP_PROGRAM_BAD_BATCH;
-  }
-  for (int64_t i = 0; i < step.samples; i++)
-    if (step.sample_rows[i] < 0 || step.sample_rows[i] >= step.tokens) return HFP_PROGRAM_BAD_SAMPLE_ROW;
+  StepLimits limit = limits(step);
+  int64_t slots = int64_t(step.num_blocks) * step.batch.block_size;
+  if (!are_below(step.token_ids, step.tokens, limit.vocab)) return HFP_PROGRAM_BAD_TOKEN;
+  if (!are_below(step.positions, step.tokens, limit.positions)) return HFP_PROGRAM_BAD_POSITION;
+  if (!are_below(step.batch.slots, step.tokens, slots)) return HFP_PROGRAM_BAD_BATCH;
+  if (!are_below(step.sample_rows, step.samples, step.tokens)) return HFP_PROGRAM_BAD_SAMPLE_ROW;
   return HFP_PROGRAM_OK;
 }
 
@@ -217,29 +238,38 @@ double thread_cpu_seconds() {
   return double(now.tv_sec) + 1e-9 * double(now.tv_nsec);
 }
 
+// Runs `work(share)` on up to `threads` threads that pass `barrier`. Returns the CPU time of all of them.
+template <class Work>
+double run_shares(int threads, Barrier& barrier, Work&& work) {
+  double cpu_seconds = 0;
+  auto run_timed = [&](Share share) {
+    double before = thread_cpu_seconds();
+    work(share);
+    return thread_cpu_seconds() - before;
+  };
+#if defined(_OPENMP)
+  if (threads > 1) {
+#pragma omp parallel num_threads(threads) reduction(+ : cpu_seconds)
+    {
+#pragma omp single
+      barrier.threads = omp_get_num_threads();  // the runtime may grant fewer than were asked for
+      cpu_seconds = run_timed(Share{omp_get_thread_num(), barrier.threads});
+    }
+    return cpu_seconds;
+  }
+#endif
+  // Without a region: a team of one between two larger ones would be made anew, and they too.
+  barrier.threads = 1;
+  return run_timed(Share{0, 1});
+}
+
 void Program::run(Step& step) {
   auto run_share = HFP_PICK_VARIANT(run_share);
   Barrier barrier = {};
-  double cpu_seconds = 0;
   Run run = {&step,    ops.data(),       buffers.data(), tables.data(), type,
              &barrier, attention.data(), units.data(),   routing,       best_logit.data(),
              best_index.data(), bounds};
-#if defined(_OPENMP)
-#pragma omp parallel num_threads(step.threads) reduction(+ : cpu_seconds)
-  {
-    double before = thread_cpu_seconds();
-#pragma omp single
-    barrier.threads = omp_get_num_threads();  // the runtime may grant fewer than were asked for
-    run_share(run, Share{omp_get_thread_num(), barrier.threads});
-    cpu_seconds = thread_cpu_seconds() - before;
-  }
-#else
-  barrier.threads = 1;
-  cpu_seconds = -thread_cpu_seconds();
-  run_share(run, Share{0, 1});
-  cpu_seconds += thread_cpu_seconds();
-#endif
-  step.cpu_seconds = cpu_seconds;
+  step.cpu_seconds = run_shares(step.threads, barrier, [&](Share share) { run_share(run, share); });
   bool has_head = step.end_op > 0 && ops[step.end_op - 1].kind == OpKind::kHead;
   if (has_head) merge_argmax(run, barrier.threads);
 }
@@ -273,6 +303,15 @@ bool fill(Op& op, const void* desc, int64_t bytes) {
 
 using hfp::Program;
 
+// Lets parallel regions of the calling thread, those of PyTorch too, have `threads` threads from now on.
+HFP_API void hfp_use_threads(int32_t threads) {
+#if defined(_OPENMP)
+  omp_set_num_threads(threads);
+#else
+  (void)threads;
+#endif
+}
+
 HFP_API Program* hfp_program_create(int32_t dtype) {
   Program* program = new (std::nothrow) Program{};
   if (program) program->type = HfpDtype(dtype);
@@ -289,6 +328,16 @@ HFP_API int32_t hfp_program_add_buffer(Program* program, int32_t width, int32_t 
   buffer.stride = hfp::stride_of(width, program->element_bytes());
   program->buffers.push_back(buffer);
   return int32_t(program->buffers.size()) - 1;
+}
+
+// Has the rows of a buffer, from now on until it is bound again, in memory of the caller's, `stride` elements apart.
+// Rows that a 16-bit product reads are of even width.
+HFP_API void hfp_program_bind_buffer(Program* program, int32_t index, void* data, int64_t stride) {
+  hfp::Buffer& buffer = program->buffers[index];
+  if (!buffer.is_bound) std::free(buffer.data);
+  buffer.is_bound = true;
+  buffer.data = static_cast<char*>(data);
+  buffer.stride = stride;
 }
 
 // First row of a buffer and the elements from row to row. Null before the first step that used it.

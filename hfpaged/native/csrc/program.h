@@ -30,6 +30,7 @@ struct Buffer {
   int64_t stride;     // elements from row to row; rows start on a cache line
   int64_t capacity;   // rows allocated
   char* data;         // elements past `width` are zero: products read whole words
+  bool is_bound;      // the memory is the caller's
 };
 
 enum class OpKind : int32_t {
@@ -105,7 +106,8 @@ struct AttentionShape {
   int32_t key_dim, value_dim;
 };
 
-// Normalizes (optional) and rotates queries and keys in place, then writes keys and values to the paged cache.
+// Normalizes (optional) and rotates queries and keys in place, then writes keys and values to the paged cache if the
+// step has slots for them.
 struct RotateAndStoreOp {
   AttentionShape shape;
   NormWeights query_norm, key_norm;  // per head; gamma null: none
@@ -181,7 +183,7 @@ struct RotaryTable {
   int64_t positions;
 };
 
-// One step. All arrays are those of StepBatch.
+// One step. All arrays are those of StepBatch; those that the operations of the step do not use may be null.
 struct Step {
   HfpBatch batch;
   int64_t tokens, samples;

@@ -165,7 +165,7 @@ void rotate_and_store(const Run& run, const RotateAndStoreOp& op, int64_t begin,
     const NormWeights& weights = kv_head < 0 ? op.query_norm : op.key_norm;
     if (weights.gamma) normalize_into(x, x, shape.key_dim, weights);
     if (op.style != RotaryStyle::kNone) rotate(x, run.tables[op.table], step.positions[token], op);
-    if (kv_head < 0) continue;
+    if (kv_head < 0 || !step.batch.slots) continue;
     store_key_and_value(step, shape, token, kv_head, x, row + heads * shape.key_dim + kv_head * shape.value_dim);
   }
 }

@@ -7,18 +7,14 @@ from typing import Any
 import torch
 
 from hfpaged.program.abi import RotaryStyle
+from hfpaged.program.assemble_parts import qkv_width
 from hfpaged.program.description import Attention, NotRecognized
-from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.trace import ModuleCall
 from hfpaged.runtime.attention.interface import AttentionParams
 from hfpaged.runtime.leaves.admission import LeafGate
-from hfpaged.runtime.leaves.angles import Angles
 from hfpaged.runtime.leaves.argument import Argument
 from hfpaged.runtime.leaves.kernels import LeafKernels
 from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
-from hfpaged.runtime.leaves.linears import Linears
-from hfpaged.runtime.leaves.norm_leaf import NativeNorm
-from hfpaged.runtime.leaves.rotation import NativeRotation
 from hfpaged.runtime.step import StepContext
 
 
@@ -34,67 +30,80 @@ class AttentionLeaf(Leaf):
 
     kind = "attention"
 
-    def __init__(self, attention: Attention, call: ModuleCall, gate: LeafGate, kernels: LeafKernels, angles: Angles):
+    def __init__(self, attention: Attention, call: ModuleCall, gate: LeafGate, kernels: LeafKernels):
         super().__init__({call.name: attention.module})
         self._attention, self._gate = attention, gate
-        gate.attention(attention)
         self._own = own_forward(attention.module)
-        self._dtype = attention.query.weight.dtype
+        self.admit()
+        self._dtype, self._width = attention.query.weight.dtype, attention.output.out_features
         self._step: StepContext = vars(attention.module)["_hfpaged_step"]
         self._hidden = Argument.in_call(call, lambda value: value is call.input)
-        self._nones = _nones_beside_output(call)
-        shapes = [(attention.heads, attention.key_dim)]
-        shapes += [(attention.kv_heads, dim) for dim in (attention.key_dim, attention.value_dim)]
-        self._projections = Linears(kernels, [attention.query, attention.key, attention.value], shapes)
-        self._output = Linears(kernels, [attention.output])
-        self._query_norm, self._key_norm = (
-            None if norm is None else NativeNorm(kernels, norm, self._dtype)
-            for norm in (attention.query_norm, attention.key_norm)
-        )
-        self._rotation = None
+        self._embeddings = None
         if attention.rotation.style != RotaryStyle.NONE:
             self._embeddings = Argument.in_call(call, _is_pair_of_tensors)
-            self._rotation = NativeRotation(kernels, attention, self._dtype, angles)
-        self._params = self._present_params()
+        self._nones = _nones_beside_output(call)
+        self._program = kernels.program(self._dtype)
+        self._append(gate)
+
+    def _append(self, gate: LeafGate) -> None:
+        """The operations, in three pieces that run as one where they can."""
+        attention, program = self._attention, self._program
+        parts, native = program.parts(gate), program.native
+        kv = self._step.layers[id(attention.module)]
+        if kv.key.dtype != self._dtype:
+            raise NotRecognized(f"its keys and values are {kv.key.dtype}, its projections {self._dtype}")
+        layer, table = program.add_layer(attention, kv), program.table(attention.rotation.form)
+        self._qkv = program.between("qkv", qkv_width(attention))
+        self._attended = program.between("attended", attention.output.in_features)
+        first = native.num_ops
+        parts.projected(attention, layer, table, program.source, self._qkv)
+        self._projection = native.ops_since(first)
+        parts.attended(attention, layer, self._qkv, self._attended)
+        last = native.num_ops
+        parts.linear(attention.output, self._attended, program.output())
+        self._last, self._whole = native.ops_since(last), native.ops_since(first)
 
     def forwards(self) -> dict[str, Forward]:
         """See `Leaf.forwards`. Hidden states [..., hidden], among the arguments that the traced call had."""
         return {name: self._forward for name in self.modules}
 
-    def refresh(self) -> None:
-        """See `Leaf.refresh`."""
+    def admit(self) -> None:
+        """See `Leaf.admit`."""
         self._gate.attention(self._attention)
-        for part in (self._projections, self._output, self._query_norm, self._key_norm):
-            if part is not None:
-                part.refresh()
-        self._params = self._present_params()
-
-    @property
-    def matrices(self) -> list[PackedMatrix]:
-        """See `Leaf.matrices`."""
-        return self._projections.matrices + self._output.matrices
-
-    def _present_params(self) -> AttentionParams:
-        attention = self._attention
-        sinks = None if attention.sinks is None else getattr(attention.module, attention.sinks).detach()
-        return AttentionParams(attention.scale, attention.window or None, attention.softcap or None, sinks)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = self._hidden.of(args, kwargs)
         if hidden.dtype is not self._dtype:
             return self._own(*args, **kwargs)
-        hidden = rows_of(hidden)
+        hidden, program = rows_of(hidden), self._program
         lead = hidden.shape[:-1]
-        query, key, value = self._projections(hidden, (lead.numel(),))
-        if self._query_norm is not None:
-            self._query_norm(query, query)
-        if self._key_norm is not None:
-            self._key_norm(key, key)
-        if self._rotation is not None:
-            self._rotation(query, key, self._embeddings.of(args, kwargs))
-        attended = self._step.attend(self._attention.module, query, key, value, self._params)
-        output = self._output(attended, lead)[0]
+        output = hidden.new_empty(*lead, self._width)
+        program.read(hidden, hidden.shape[-1])
+        program.write(output, self._width)
+        if self._embeddings is not None:
+            program.use_table(self._attention.rotation.form, *self._embeddings.of(args, kwargs))
+        if program.is_attending:
+            program.run_attention(self._whole, lead.numel())
+        else:
+            self._run_in_pieces(lead.numel())
         return output if self._nones is None else (output, *self._nones)
+
+    def _run_in_pieces(self, rows: int) -> None:
+        """Outside a step of requests, attend by whatever stands in for the paged attention."""
+        attention, native = self._attention, self._program.native
+        self._program.run_rotation(self._projection, rows)
+        qkv = native.buffer(self._qkv, rows, qkv_width(attention))
+        widths = [linear.out_features for linear in (attention.query, attention.key, attention.value)]
+        counts = (attention.heads, attention.kv_heads, attention.kv_heads)
+        states = (part.unflatten(-1, (count, -1)) for part, count in zip(qkv.split(widths, -1), counts, strict=True))
+        attended = self._step.attend(attention.module, *states, self._params())
+        native.buffer(self._attended, rows, attention.output.in_features).copy_(attended.flatten(1))
+        self._program.run(self._last, rows)
+
+    def _params(self) -> AttentionParams:
+        attention = self._attention
+        sinks = None if attention.sinks is None else getattr(attention.module, attention.sinks).detach()
+        return AttentionParams(attention.scale, attention.window or None, attention.softcap or None, sinks)
 
 
 def _nones_beside_output(call: ModuleCall) -> tuple[None, ...] | None:

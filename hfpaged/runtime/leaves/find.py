@@ -17,7 +17,6 @@ from hfpaged.program.recognize_attention import recognize_attention
 from hfpaged.program.recognize_mlp import recognize_mlp
 from hfpaged.program.trace import AttentionCall, ModuleCall, Trace, same_memory
 from hfpaged.runtime.leaves.admission import LeafGate
-from hfpaged.runtime.leaves.angles import Angles
 from hfpaged.runtime.leaves.attention_leaf import AttentionLeaf
 from hfpaged.runtime.leaves.head_leaf import HeadLeaf
 from hfpaged.runtime.leaves.kernels import LeafKernels
@@ -36,10 +35,10 @@ class LeafFinder:
         refusals: how many modules keep their own forward, by "kind: reason".
     """
 
-    def __init__(self, model: PreTrainedModel, trace: Trace, gate: LeafGate, kernels: LeafKernels, angles: Angles):
+    def __init__(self, model: PreTrainedModel, trace: Trace, gate: LeafGate, kernels: LeafKernels):
         self.refusals: Counter[str] = Counter()
         self._model, self._trace = model, trace
-        self._gate, self._kernels, self._angles = gate, kernels, angles
+        self._gate, self._kernels = gate, kernels
         self._names = {module: name for name, module in model.named_modules()}
         self._calls: dict[nn.Module, list[ModuleCall]] = defaultdict(list)
         self._order = {id(call): index for index, call in enumerate(trace.calls)}
@@ -91,7 +90,7 @@ class LeafFinder:
         parts = [attention.module] if attention.sinks else []
         self._require_no_more(attention.module, [*parts, *(part.module for part in (*linears, *norms))])
         call = self._calls[attention.module][0]
-        return AttentionLeaf(attention, call, self._gate, self._kernels, self._angles)
+        return AttentionLeaf(attention, call, self._gate, self._kernels)
 
     def _mlp_calls(self, module: nn.Module) -> list[ModuleCall] | None:
         """Calls of the two or three linear modules right below `module`, in order, if it may be an MLP."""

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-
 import numpy as np
 import torch
 from torch import nn
 
-from hfpaged.errors import NativeKernelError
-from hfpaged.program.abi import DTYPE_CODES, HeadOp
-from hfpaged.program.description import Linear
-from hfpaged.program.panels import PackedMatrix
-from hfpaged.runtime.leaves.abi import LeafHead
+from hfpaged.program.description import Linear, LogitScaling
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
 from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
-from hfpaged.runtime.leaves.linears import Linears
 
 
 class HeadLeaf(Leaf):
@@ -29,14 +22,16 @@ class HeadLeaf(Leaf):
 
     def __init__(self, name: str, module: nn.Linear, gate: LeafGate, kernels: LeafKernels):
         super().__init__({name: module})
-        self._linear, self._gate, self._kernels = Linear(module), gate, kernels
-        gate.linear(self._linear, "head_argmax")
+        self._linear, self._gate = Linear(module), gate
         self._own = own_forward(module)
-        self._linears = Linears(kernels, [self._linear])
-        head = HeadOp(self._linears.matrices[0].weight, vocab=self._linear.out_features, multiplier=1.0, divisor=1.0)
-        self._args = LeafHead(head=head)
-        self._input = self._args.input
-        self._input.width, self._input.dtype = self._linears.in_features, DTYPE_CODES[self._linears.dtype]
+        self.admit()
+        self._dtype, self._vocab = self._linear.weight.dtype, self._linear.out_features
+        self._program = program = kernels.program(self._dtype)
+        parts, first = program.parts(gate), program.native.num_ops
+        packed = parts.head(self._linear, LogitScaling(), program.sampled)
+        self._argmax_ops, first = program.native.ops_since(first), program.native.num_ops
+        parts.linear(self._linear, program.source, program.output(), packed)
+        self._logits_ops = program.native.ops_since(first)
         self._asked: int | None = None
         self._argmax: np.ndarray | None = None
 
@@ -44,15 +39,9 @@ class HeadLeaf(Leaf):
         """See `Leaf.forwards`. [..., hidden] -> [..., vocab], or [..., 0] after `ask_argmax`."""
         return {name: self._forward for name in self.modules}
 
-    def refresh(self) -> None:
-        """See `Leaf.refresh`."""
-        self._gate.linear(self._linear, "head_argmax")
-        self._linears.refresh()
-
-    @property
-    def matrices(self) -> list[PackedMatrix]:
-        """See `Leaf.matrices`."""
-        return self._linears.matrices
+    def admit(self) -> None:
+        """See `Leaf.admit`."""
+        self._gate.head(self._linear)
 
     def ask_argmax(self, rows: int) -> None:
         """Let the next forward of the model, which keeps max(rows, 1) rows, compute the argmax of `rows` of them."""
@@ -64,18 +53,20 @@ class HeadLeaf(Leaf):
         return argmax
 
     def _forward(self, input: torch.Tensor) -> torch.Tensor:
-        if input.dtype is not self._linears.dtype:
+        if input.dtype is not self._dtype:
             return self._own(input)
-        input, lead = rows_of(input), input.shape[:-1]
+        x, lead = rows_of(input), input.shape[:-1]
         if self._asked is None or lead.numel() != max(self._asked, 1):
-            return self._linears(input, lead)[0]
-        self._argmax = self._argmax_of(input, self._asked)
-        return input.new_empty((*lead, 0))
+            return self._logits(x, lead)
+        self._argmax = np.empty(self._asked, dtype=np.int64)
+        if self._asked:
+            self._program.read(x, x.shape[-1], self._program.sampled)
+            self._program.run_head(self._argmax_ops, self._argmax)
+        return x.new_empty((*lead, 0))
 
-    def _argmax_of(self, input: torch.Tensor, rows: int) -> np.ndarray:
-        argmax = np.empty(rows, dtype=np.int64)
-        self._input.data, self._input.rows, self._input.threads = input.data_ptr(), rows, self._kernels.threads
-        self._args.argmax = argmax.ctypes.data
-        if rows and self._kernels.library.hfp_leaf_head(ctypes.addressof(self._args)):
-            raise NativeKernelError("out of memory for the argmax of the logits")
-        return argmax
+    def _logits(self, x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+        logits = x.new_empty(*lead, self._vocab)
+        self._program.read(x, x.shape[-1])
+        self._program.write(logits, self._vocab)
+        self._program.run(self._logits_ops, lead.numel())
+        return logits

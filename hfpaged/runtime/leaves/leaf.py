@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from hfpaged.program.panels import PackedMatrix
-
 Forward = Callable[..., Any]
 
 
 class Leaf(ABC):
-    """Native forwards of modules, which compute from packed copies of the modules' weights.
+    """Native forwards of modules: operations of the program of their dtype, which has packed copies of their weights.
 
     Attributes:
         kind: what the modules are, in a word.
@@ -35,18 +33,12 @@ class Leaf(ABC):
         """
 
     @abstractmethod
-    def refresh(self) -> None:
-        """Take over the present weights of the modules.
+    def admit(self) -> None:
+        """Ask the guards about the modules as they are now.
 
         Raises:
-            FusionRefused: a guard does not admit a module any more.
-            NotRecognized: a weight changed its shape, dtype or device.
+            FusionRefused: one does not admit a module any more.
         """
-
-    @property
-    def matrices(self) -> list[PackedMatrix]:
-        """The packed weights that it computes from."""
-        return []
 
 
 def own_forward(module: nn.Module) -> Forward:

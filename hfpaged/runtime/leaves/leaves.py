@@ -14,7 +14,6 @@ from hfpaged.program.description import NotRecognized
 from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.trace import Trace, trace_forward
 from hfpaged.runtime.leaves.admission import LeafGate
-from hfpaged.runtime.leaves.angles import Angles
 from hfpaged.runtime.leaves.compare import LeafComparison
 from hfpaged.runtime.leaves.find import LeafFinder
 from hfpaged.runtime.leaves.head_leaf import HeadLeaf
@@ -27,8 +26,7 @@ class Leaves:
     """Native forwards in the `__dict__` of modules of one view, until this object is dropped.
 
     Attributes:
-        kernels: says how many threads the leaves may use.
-        angles: wants to know when a step is over.
+        kernels: wants to know of every step.
         head: the leaf that gives the logits, if there is one.
         native: number of modules that have a native forward, by kind.
         refusals: number of modules that could have had one, by "kind: reason".
@@ -44,9 +42,8 @@ class Leaves:
             # Of earlier leaves that something holds on to, the traceback of a failed step perhaps.
             vars(module).pop("forward", None)
         self.kernels = LeafKernels()
-        self.angles = Angles()
         trace = trace_forward(view.model)
-        finder = LeafFinder(view.model, trace, LeafGate(fusions), self.kernels, self.angles)
+        finder = LeafFinder(view.model, trace, LeafGate(fusions), self.kernels)
         self._leaves = self._find_equal(view, finder, trace)
         if not self._leaves:
             raise NotRecognized("none of its modules can run natively")
@@ -62,12 +59,13 @@ class Leaves:
             FusionRefused, NotRecognized: a module cannot be a leaf any more. The leaves must be found anew.
         """
         for leaf in self._leaves:
-            leaf.refresh()
+            leaf.admit()
+        self.kernels.refresh()
 
     @property
     def matrices(self) -> list[PackedMatrix]:
         """The packed weights of all leaves."""
-        return [matrix for leaf in self._leaves for matrix in leaf.matrices]
+        return self.kernels.packed_matrices
 
     def _find_equal(self, view: EngineView, finder: LeafFinder, trace: Trace) -> list[Leaf]:
         """Leaves whose results are those of their modules. The parts of one that differs may be leaves themselves."""
@@ -75,9 +73,10 @@ class Leaves:
         differing: dict[nn.Module, str] = {}
         while True:
             finder.refusals.clear()
+            self.kernels.clear()
             leaves = finder.find(differing)
+            self.kernels.refresh()
             found = comparison.differing(leaves)
-            self.angles.forget()
             if not found:
                 break
             differing |= found

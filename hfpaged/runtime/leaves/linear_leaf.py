@@ -10,11 +10,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfpaged.program.description import Linear
-from hfpaged.program.panels import PackedMatrix
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
 from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
-from hfpaged.runtime.leaves.linears import Linears
 
 LINEAR_CLASSES = (nn.Linear, Conv1D)
 
@@ -37,8 +35,14 @@ class LinearLeaf(Leaf):
         super().__init__(modules)
         self._gate = gate
         self._descriptions = [linear_of(module) for module in modules.values()]
-        self._admit()
-        self._linears = Linears(kernels, self._descriptions)
+        self.admit()
+        self._dtype = self._descriptions[0].weight.dtype
+        self._widths = [linear.out_features for linear in self._descriptions]
+        self._program = program = kernels.program(self._dtype)
+        parts, first = program.parts(gate), program.native.num_ops
+        for index, linear in enumerate(self._descriptions):
+            parts.linear(linear, program.source, program.output(index))
+        self._ops = program.native.ops_since(first)
         self._own = [own_forward(module) for module in modules.values()]
         self._input: torch.Tensor | None = None
         self._version = 0
@@ -50,31 +54,32 @@ class LinearLeaf(Leaf):
             return {name: self._alone for name in self.modules}
         return {name: partial(self._shared, index) for index, name in enumerate(self.modules)}
 
-    def refresh(self) -> None:
-        """See `Leaf.refresh`."""
-        self._admit()
-        self._linears.refresh()
-
-    @property
-    def matrices(self) -> list[PackedMatrix]:
-        """See `Leaf.matrices`."""
-        return self._linears.matrices
-
-    def _admit(self) -> None:
+    def admit(self) -> None:
+        """See `Leaf.admit`."""
         for linear in self._descriptions:
             self._gate.linear(linear)
 
+    def _outputs(self, input: torch.Tensor) -> list[torch.Tensor]:
+        x, program, lead = rows_of(input), self._program, input.shape[:-1]
+        program.read(x, x.shape[-1])
+        outputs = []
+        for index, width in enumerate(self._widths):
+            outputs.append(x.new_empty(*lead, width))
+            program.write(outputs[-1], width, index)
+        program.run(self._ops, lead.numel())
+        return outputs
+
     def _alone(self, input: torch.Tensor) -> torch.Tensor:
-        if input.dtype is not self._linears.dtype:
+        if input.dtype is not self._dtype:
             return self._own[0](input)
-        return self._linears(rows_of(input), input.shape[:-1])[0]
+        return self._outputs(input)[0]
 
     def _shared(self, index: int, input: torch.Tensor) -> torch.Tensor:
-        if input.dtype is not self._linears.dtype:
+        if input.dtype is not self._dtype:
             return self._own[index](input)
         output = self._waiting[index]
         if output is None or input is not self._input or input._version != self._version:
-            self._waiting = self._linears(rows_of(input), input.shape[:-1])
+            self._waiting = self._outputs(input)
             self._input, self._version = input, input._version
             output = self._waiting[index]
         self._waiting[index] = None
