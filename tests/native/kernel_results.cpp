@@ -5,11 +5,19 @@
 
 #include "attention.h"
 #include "fingerprint.h"
-#include "leaf.h"
+#include "program.h"
 
 HFP_API int hfp_use_isa(int isa);
 HFP_API void hfp_panels_pack(const void* weight, int32_t dtype, int64_t rows, int64_t k, int64_t row_bytes,
                              const int32_t* columns, void* panels, int32_t threads);
+extern "C" {
+void* hfp_program_create(int32_t dtype);
+void hfp_program_destroy(void* program);
+int32_t hfp_program_add_buffer(void* program, int32_t width, int32_t row_set);
+void hfp_program_bind_buffer(void* program, int32_t index, void* data, int64_t stride);
+int32_t hfp_program_add_op(void* program, int32_t kind, const void* desc, int64_t bytes);
+int32_t hfp_program_run(void* program, hfp::Step* step);
+}
 
 namespace {
 
@@ -70,6 +78,26 @@ void attention(HfpDtype dtype, int window, float softcap) {
   print("attention", dtype, status, output);
 }
 
+// Runs one operation from buffer 0, of `input`, to buffer 1, of the result.
+template <class Op>
+void run_op(const char* what, HfpDtype dtype, hfp::OpKind kind, const Op& op, int rows, int width, int out_width,
+            std::vector<char> input) {
+  std::vector<char> output(size_t(rows) * out_width * width_of(dtype));
+  void* program = hfp_program_create(dtype);
+  for (int buffer : {0, 1}) {
+    hfp_program_add_buffer(program, 1, int(hfp::RowSet::kTokens));
+    hfp_program_bind_buffer(program, buffer, buffer ? output.data() : input.data(), buffer ? out_width : width);
+  }
+  hfp_program_add_op(program, int(kind), &op, sizeof(op));
+  hfp::Step step = {};
+  step.tokens = rows;
+  step.end_op = 1;
+  step.threads = kThreads;
+  int status = hfp_program_run(program, &step);
+  hfp_program_destroy(program);
+  print(what, dtype, status, output);
+}
+
 // A linear module of 150 outputs on so many rows, which several kernels share.
 void linear(HfpDtype dtype, int rows) {
   constexpr int kIn = 96, kOut = 150, kPanels = 3;
@@ -80,21 +108,18 @@ void linear(HfpDtype dtype, int rows) {
   alignas(64) static char panels[kPanels * kIn * hfp::kStepBytes];
   std::memset(panels, 0, sizeof(panels));
   hfp_panels_pack(weight.data(), dtype, kOut, kIn, int64_t(kIn) * width_of(dtype), columns.data(), panels, kThreads);
-  std::vector<char> output(size_t(rows) * kOut * width_of(dtype));
-  HfpLeafLinear one = {{panels, nullptr, nullptr, kOut, depth}, output.data(), kOut};
-  HfpLeafLinears args = {{input.data(), rows, kIn, dtype, kThreads}, &one, 1};
-  hfp_leaf_linears(&args);
-  print("linear", dtype, 0, output);
+  hfp::ProductOp op = {{panels, nullptr, nullptr, kOut, depth}, 0, 1, kOut, hfp::Epilogue::kStore};
+  op.multiplier = 1.f;
+  op.other = -1;
+  run_op("linear", dtype, hfp::OpKind::kProduct, op, rows, kIn, kOut, input);
 }
 
 void norm(HfpDtype dtype) {
   constexpr int kWidth = 80, kRows = 5;
   auto input = numbers(dtype, kWidth * kRows, 6), gamma = numbers(HFP_FP32, kWidth, 7);
-  std::vector<char> output(input.size());
   hfp::NormWeights weights = {reinterpret_cast<const float*>(gamma.data()), nullptr, hfp::NormKind(0), 1e-5f};
-  HfpLeafNorm args = {{input.data(), kRows, kWidth, dtype, kThreads}, weights, output.data()};
-  hfp_leaf_norm(&args);
-  print("norm", dtype, 0, output);
+  hfp::NormOp op = {weights, 0, 1, 0, 0, 1, kWidth, -1, 1.f};
+  run_op("norm", dtype, hfp::OpKind::kNorm, op, kRows, kWidth, kWidth, input);
 }
 
 }  // namespace
