@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import transformers
+from gpu.draws import measure_draws
 from gpu.shapes import bytes_of_weights, random_model
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
@@ -190,6 +191,7 @@ def measure(shape: str, device: torch.device, cases: tuple[Case, ...], turns: in
         yield
     if "step_us" in launches["captured"]:
         found["achieved_bytes_per_second"] = achieved_bandwidth(model, launches["captured"]["step_us"])
+    found["draws"] = attempt(measure_draws, model.config.vocab_size, device)
     if not is_dry:
         found["copy_bytes_per_second"] = attempt(copy_bandwidth, device)
     found["cases"] = [{"case": case.name} for case in cases]
@@ -221,6 +223,9 @@ def print_table(results: list[Found]) -> None:
         if achieved:
             share = f", {100 * achieved / copied:.0f} % of a copy's" if isinstance(copied, float) else ""
             print(f"  weights read at {achieved / 1e9:.3g} GB/s{share}")
+        for rows, ways in result.get("draws", {}).items():
+            shown = ways if isinstance(ways, str) else ", ".join(f"{one:.0f} us {name}" for name, one in ways.items())
+            print(f"  draws, {rows}: {shown}")
         names = list(ENGINES)
         print(f"  {'tokens/s':20}" + "".join(f"{name:>14}" for name in names))
         for row in result.get("cases", []):

@@ -73,6 +73,7 @@ def test_what_is_packed_runs_from_start_to_figures_on_the_stand_in(tmp_path):
         assert row["hfpaged"]["stats"]["backend"] == "flashinfer"
     assert result["cases"][0]["hfpaged"]["stats"]["captured_steps"] > 0
     assert result["launches"]["captured"]["launch_us"] > 0
+    assert result["draws"]["256 rows"]["sorting"] > 0
 
 
 def with_this_python(tmp_path):
