@@ -58,7 +58,13 @@ TESTED = {
         f"{CAPTURED}::test_capturing_stops_when_its_memory_is_used_up",
     "slots beyond a request's length hold anything": "cuda/test_parity.py::test_preempted_by",
     "random numbers freeze in graphs and depend on the row":
-        "cuda/test_ahead.py::test_samples_are_those_that_the_host_draws",
+        f"{CAPTURED}::test_what_rows_draw_in_captured_steps_is_what_the_host_draws_and_no_mixture_needs_another_capture",
+    "top-k and top-p keep other tokens among equals":
+        "sampling/test_device_draw.py::test_all_kinds_of_rows_at_once_draw_what_the_host_draws",
+    "norms read weights in the dtype of their input":
+        "cuda/test_mixed_dtypes.py::test_the_modules_own_code_runs_and_is_counted",
+    "products in four bits are zero, or of another layout, on some cards":
+        "cuda/test_quantized_products.py::test_a_kernel_that_reads_another_layout_is_refused",
     "rows of NaN crash the sampling kernels":
         "cuda/test_ahead.py::test_a_row_that_cannot_be_drawn_on_the_device_fails_alone",
     "a plan for latents waits for tables on the device":
@@ -96,6 +102,11 @@ CANNOT_OCCUR = {
     "replanning a resolved FA3 wrapper with a mask fails": "a wrapper keeps its geometry for life, and has no mask",
     "D = 512 in many graphs accesses illegal memory": "head dimensions above 256 are refused by name",
     "split-KV cannot be turned off under graphs in old versions": "it is never turned off",
+    "a backend chosen by itself may change with a later plan":
+        "only for several tokens a request (cuDNN) or with masks (FA3): decode plans have one token, plans no mask",
+    "where a context is split depends on the rest of the batch":
+        "not excluded: last bits depend on the batch, as README says; no split at all would be slow",
+    "a changed PATH compiles all kernels anew": "it costs its time, once, and nothing else",
     "q_len_per_req is fixed at capture": "captured steps have one token for each request",
     "a captured prefill wrapper keeps the rows of its first plan": "captured steps of a size have always as many rows",
     "k_scale and v_scale are applied in unlike places": "none is given: the cache is not scaled",
@@ -114,6 +125,14 @@ def test_the_test_of_a_trap_exists(trap):
     path, name = TESTED[trap].split("::")
     functions = {node.name for node in ast.parse((TESTS / path).read_text()).body if isinstance(node, ast.FunctionDef)}
     assert name in functions
+
+
+def test_nothing_is_drawn_or_filtered_by_the_library():
+    """Its draws have random numbers of their own, and its filters keep other tokens."""
+    own = re.compile(r"\.(sampling_from|top_\w+_(renorm|sampling|mask)|chain_speculative|softmax\(logits)\w*")
+    for path in (TESTS.parent / "hfpaged").rglob("*.py"):
+        source = path.read_text()
+        assert "flashinfer" not in source or not own.search(source), path
 
 
 def test_attention_calls_nothing_else_of_the_library():

@@ -37,6 +37,7 @@ def test_the_kernel_draws_what_sorting_draws(gpu, vocabulary):
     assert torch.equal(alone, ours[:8])
 
 
+@pytest.mark.slow
 def test_guesses_are_verified_by_draws_in_captured_steps(device):
     model = random_model("tiny", device, torch.bfloat16)
     prompts = [(prompt * 8)[:40] for prompt in random_prompts((6, 5, 4))]
@@ -51,6 +52,7 @@ def test_guesses_are_verified_by_draws_in_captured_steps(device):
     assert sum(one == other for one, other in zip(got, want, strict=True)) >= 2
 
 
+@pytest.mark.slow
 def test_mixtures_share_the_captured_draws(device):
     model = random_model("tiny", device, torch.bfloat16)
     prompts = random_prompts((5, 16, 33, 20))
