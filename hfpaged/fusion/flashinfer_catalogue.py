@@ -33,8 +33,8 @@ def _norm() -> Guard:
         needs("x", "weight", "out"),
         plain_together("x"),
         dtype_among("x", *_COMPUTED),
-        same_dtype("x", "weight", "out"),
-        same_width("x", "weight", "out"),
+        same_dtype("x", "weight", "out", "residual"),
+        same_width("x", "weight", "out", "residual"),
     )
 
 
@@ -85,6 +85,20 @@ FLASHINFER_FUSIONS = (
         "T(x * r * (1 + weight)) in fp32",
         ("flashinfer",),
         _norm(),
+    ),
+    Fusion(
+        "flashinfer.fused_add_rmsnorm",
+        "residual + x, and its RMS norm",
+        "T(residual + x); the norm in fp32 of the sum before it was rounded, so that last bits may differ",
+        ("flashinfer",),
+        all_of(needs("residual"), _norm()),
+    ),
+    Fusion(
+        "flashinfer.gemma_fused_add_rmsnorm",
+        "residual + x, and its RMS norm as Gemma's",
+        "T(residual + x); the norm in fp32 of the sum before it was rounded, so that last bits may differ",
+        ("flashinfer",),
+        all_of(needs("residual"), _norm()),
     ),
     _gated("silu_and_mul", "silu"),
     _gated("gelu_and_mul", "gelu"),

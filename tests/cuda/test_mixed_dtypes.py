@@ -104,7 +104,7 @@ def test_weights_that_become_fp32_behind_the_guard_take_the_modules_own_code(mac
 def test_the_registry_refuses_by_name_and_counts(name):
     registry = FusionRegistry(FLASHINFER_FUSIONS)
     rows = Operand.rows(64, torch.bfloat16)
-    values = FusionValues({"x": rows, "out": rows, "weight": Operand(torch.float32, (64,))})
+    values = FusionValues({"x": rows, "residual": rows, "out": rows, "weight": Operand(torch.float32, (64,))})
     with pytest.raises(FusionRefused, match="weight is float32 but x is bfloat16"):
         registry.admit(name, values)
     assert sum(registry.refusals.values()) == 1

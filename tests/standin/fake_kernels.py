@@ -11,7 +11,7 @@ from torch.nn import functional
 
 def _as_read(weight: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
     """The weight as the kernels see it: its bytes, taken for numbers of the input's dtype."""
-    return weight.contiguous().view(torch.uint8).view(dtype)[:width]
+    return weight.contiguous().view(-1).view(torch.uint8).view(dtype)[:width]
 
 
 def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
@@ -26,6 +26,25 @@ def rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
 def gemma_rmsnorm(input, weight, eps=1e-6, out=None, enable_pdl=None):
     """The same with one more than the weight."""
     return rmsnorm(input, (_as_read(weight, input.dtype, input.shape[-1]).float() + 1).to(input.dtype), eps)
+
+
+def fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
+    """In place: the sum goes to the residual; its norm, taken before the sum was rounded, to the input."""
+    _add_in_place(input, residual, _as_read(weight, input.dtype, input.shape[-1]).float(), eps)
+
+
+def gemma_fused_add_rmsnorm(input, residual, weight, eps=1e-6, enable_pdl=None):
+    """The same with one more than the weight."""
+    _add_in_place(input, residual, _as_read(weight, input.dtype, input.shape[-1]).float() + 1, eps)
+
+
+def _add_in_place(input: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor, eps: float) -> None:
+    require(input.dtype in (torch.bfloat16, torch.float16), f"norms are not for {input.dtype}")
+    require(input.dim() == 2 and input.is_contiguous() and residual.is_contiguous(), "norms are of contiguous rows")
+    require(input.data_ptr() != residual.data_ptr(), "what is added is what it is added to")
+    total = input.float() + _as_read(residual, input.dtype, residual.numel()).view(input.shape).float()
+    residual.copy_(total)
+    input.copy_(total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + eps) * scale)
 
 
 def merge_state(v_a, s_a, v_b, s_b):
@@ -78,6 +97,6 @@ def _rotated(states: torch.Tensor, dtype: torch.dtype, head_size: int, cos: torc
     return rotated.reshape(len(rows), width).to(dtype)
 
 
-NORMS = (rmsnorm, gemma_rmsnorm)
+NORMS = (rmsnorm, gemma_rmsnorm, fused_add_rmsnorm, gemma_fused_add_rmsnorm)
 ACTIVATIONS = (silu_and_mul, gelu_and_mul, gelu_tanh_and_mul)
 ROTATIONS = (apply_rope_with_cos_sin_cache,)

@@ -13,10 +13,12 @@ from torch import nn
 
 from hfpaged.fusion.registry import FusionRefused, FusionRegistry
 from hfpaged.program.description import NotRecognized
+from hfpaged.runtime.device.fused_layer import fused_layer
 from hfpaged.runtime.device.fused_mlp import fused_mlp, may_be_gated_mlp
 from hfpaged.runtime.device.fused_norm import fused_norm, may_be_norm
 from hfpaged.runtime.device.fused_product import fused_product, is_packed_in_rows
 from hfpaged.runtime.device.fused_rotation import Angles, fused_rotation, rotates
+from hfpaged.runtime.device.layer_flow import layer_flows
 from hfpaged.runtime.view import EngineView
 
 Forward = Callable[..., Any]
@@ -54,27 +56,34 @@ class FusedForwards:
             Kind("rotation", rotates, partial(fused_rotation, angles=Angles())),
             Kind("product", is_packed_in_rows, fused_product),
         )
-        places = []
+        self._places: list[tuple[dict[str, Any], Forward]] = []
+        # A forward refers to its module. Taking it away ends the cycle, and leaves the view as it was.
+        self._finalizer = weakref.finalize(self, _take_away, self._places)
+        self._finalizer.atexit = False
+        flows, problems = layer_flows(view.model, view.step.layers)
+        self.refusals.update(f"layer: {problem.reason}" for problem in problems)
+        for layer, flow in flows:
+            self._fuse("layer", layer, partial(fused_layer, layer, flow, dtype, fusions))
         for kind in kinds:
             for module in filter(kind.is_candidate, list(view.model.modules())):
-                try:
-                    forward = kind.fused(module, dtype, fusions)
-                except (NotRecognized, FusionRefused) as refused:
-                    self.refusals[f"{kind.name}: {refused.reason}"] += 1
-                except Exception as error:  # a kernel that does not compile or run costs its speed and nothing else
-                    first_line = next(iter(str(error).splitlines()), "")
-                    self.refusals[f"{kind.name}: {type(error).__name__}: {first_line}"] += 1
-                else:
-                    self.fused[kind.name] += 1
-                    places.append((vars(module), forward))
-                    vars(module)["forward"] = forward
-        # A forward refers to its module. Taking it away ends the cycle, and leaves the view as it was.
-        self._finalizer = weakref.finalize(self, _take_away, places)
-        self._finalizer.atexit = False
+                self._fuse(kind.name, module, partial(kind.fused, module, dtype, fusions))
 
     def remove(self) -> None:
         """Leave the view as it was."""
         self._finalizer()
+
+    def _fuse(self, kind: str, module: nn.Module, build: Callable[[], Forward]) -> None:
+        try:
+            forward = build()
+        except (NotRecognized, FusionRefused) as refused:
+            self.refusals[f"{kind}: {refused.reason}"] += 1
+        except Exception as error:  # a kernel that does not compile or run costs its speed and nothing else
+            first_line = next(iter(str(error).splitlines()), "")
+            self.refusals[f"{kind}: {type(error).__name__}: {first_line}"] += 1
+        else:
+            self.fused[kind] += 1
+            self._places.append((vars(module), forward))
+            vars(module)["forward"] = forward
 
 
 def _take_away(places: Iterable[tuple[dict[str, Any], object]]) -> None:

@@ -58,10 +58,19 @@ class FusedNorm:
         return self._kernel(rows, weight, self._epsilon).view(x.shape)
 
 
-def _admitted_kernel(norm: Norm, dtype: torch.dtype, registry: FusionRegistry) -> Kernel:
+def is_gemma_norm(norm: Norm) -> bool:
+    """Whether a norm that has a kernel is of Gemma's kind, which scales by one more than its weight.
+
+    Raises:
+        NotRecognized: it has no kernel.
+    """
     if norm.kind not in (NormKind.RMS_ROUNDED_THEN_SCALED, NormKind.RMS_SCALED_THEN_ROUNDED):
         raise NotRecognized("there is no kernel for its formula")
-    is_gemma = norm.gamma_offset == 1.0
+    return norm.gamma_offset == 1.0
+
+
+def _admitted_kernel(norm: Norm, dtype: torch.dtype, registry: FusionRegistry) -> Kernel:
+    is_gemma = is_gemma_norm(norm)
     weight = Operand.of(norm.module.weight)
     rows = Operand(dtype, (FLEXIBLE, norm.width), device=weight.device)
     values = FusionValues({"x": rows, "weight": weight, "out": rows})

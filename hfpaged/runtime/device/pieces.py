@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hfpaged.runtime.device.accelerator import Accelerator, Recording
+from hfpaged.runtime.device.called_by import called_by
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class PieceRecorder:
             piece = _Piece(self._accelerator, captured)
             stack.push(piece.abandon_on_error)
             for module in self._broken:
-                stack.enter_context(_called_by(module, piece.call_uncaptured))
+                stack.enter_context(called_by(module, piece.call_uncaptured))
             piece.begin()
             captured.outputs = function()
             piece.end()
@@ -147,20 +148,6 @@ class _Piece:
         self._captured.add(lambda: _copy_into(kept, forward(*args, **kwargs)))
         self.begin()
         return kept
-
-
-@contextlib.contextmanager
-def _called_by(module: nn.Module, caller: Callable[..., Any]) -> Iterator[None]:
-    """Have `caller` call the module's forward meanwhile."""
-    own = vars(module).get("forward")
-    forward = module.forward
-    vars(module)["forward"] = lambda *args, **kwargs: caller(forward, args, kwargs)
-    try:
-        yield
-    finally:
-        del vars(module)["forward"]
-        if own is not None:
-            vars(module)["forward"] = own
 
 
 @contextlib.contextmanager

@@ -19,6 +19,11 @@ def are_close(kernel: torch.Tensor, own: torch.Tensor) -> bool:
     return bool(((own.float() - kernel.float()).abs() <= _TOLERANCE * own.float().abs().max()).all())
 
 
+def are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same numbers. This waits for the device."""
+    return a.shape == b.shape and a.dtype is b.dtype and bool((a == b).all())
+
+
 def require_close(kernel: torch.Tensor, own: torch.Tensor) -> None:
     """Refuse a kernel whose result is another.
 
