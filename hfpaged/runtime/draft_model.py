@@ -96,13 +96,13 @@ class DraftModel:
         self._steps.release()
 
     def propose(
-        self, limits: dict[int, int], least_chance: float, target_seconds: float | None
+        self, limits: dict[int, int], costs: Sequence[float], target_seconds: float | None
     ) -> dict[int, list[int]]:
         """Guesses for requests that have one token left to compute.
 
         Args:
             limits: the most tokens that each may be given, by request id.
-            least_chance: how likely a guess must be for what it costs the target, see `DraftLength.next`.
+            costs: of guesses for the target, see `DraftLength.next`.
             target_seconds: how long a step of the target takes without guesses, if that is known.
 
         Returns:
@@ -112,10 +112,10 @@ class DraftModel:
         seconds = self._steps.step_seconds(len(texts))
         if seconds is not None and target_seconds is not None:
             # A guess is paid for twice: here with its share of a step as well.
-            least_chance = min(1.0, least_chance + seconds / target_seconds)
+            costs = [cost + guesses * seconds / target_seconds for guesses, cost in enumerate(costs)]
         for text in texts:
             # A text that it has not begun to read is not read for one guess.
-            wanted = text.length.next(least_chance, may_retry=bool(text.fed))
+            wanted = text.length.next(costs, may_retry=bool(text.fed))
             text.guesses, text.wanted = [], min(wanted, limits[text.request.id])
         texts = [text for text in texts if text.wanted]
         for text in texts:

@@ -27,6 +27,7 @@ class Speculation:
         self._lookups: dict[int, PromptLookup] = {}
         self._drafted_by: dict[int, DraftModel] = {}
         self._requests: dict[int, Request] = {}
+        self._most_guesses: dict[int, int] = {}
 
     def add(self, request: Request, spec: RequestSpec, make: Callable[[PreTrainedModel], DraftModel]) -> None:
         """A request was admitted: guess ahead for it if it asks for that and `may_speculate`.
@@ -37,6 +38,7 @@ class Speculation:
         if not spec.may_speculate:
             return
         self._requests[request.id] = request
+        self._most_guesses[request.id] = spec.guesses.num_tokens
         if isinstance(spec.guesses, LookupOptions):
             self._lookups[request.id] = PromptLookup(spec.guesses.num_tokens, spec.guesses.max_ngram)
             return
@@ -49,6 +51,7 @@ class Speculation:
     def forget(self, request_id: int) -> None:
         """The request ended."""
         if self._requests.pop(request_id, None) is not None:
+            del self._most_guesses[request_id]
             self._lookups.pop(request_id, None)
             drafted_by = self._drafted_by.pop(request_id, None)
             if drafted_by is not None:
@@ -71,20 +74,20 @@ class Speculation:
         """
         share = spare // max(1, len(self._requests))
         limits = {
-            request.id: min(room, share)
+            request.id: min(room, share, self._most_guesses[request.id])
             for request in self._requests.values()
             # The token that a full acceptance draws on top must fit too.
             if (room := request.max_tokens - len(request.tokens) - 1) > 0 and share > 0 and request.can_draft
         }
-        least_chance = self.step_cost.least_chance(batch)
+        costs = self.step_cost.of_guesses(batch, max(limits.values(), default=0))
         found = {
-            request_id: self._lookups[request_id].propose(self._requests[request_id].tokens, limit, least_chance)
+            request_id: self._lookups[request_id].propose(self._requests[request_id].tokens, limit, costs)
             for request_id, limit in limits.items()
             if request_id in self._lookups
         }
         for draft_model in set(self._drafted_by.values()):
             mine = {one: limit for one, limit in limits.items() if self._drafted_by.get(one) is draft_model}
-            found.update(draft_model.propose(mine, least_chance, self.step_cost.seconds(batch)))
+            found.update(draft_model.propose(mine, costs, self.step_cost.seconds(batch)))
         return found
 
     def learn(self, request_id: int, guessed: int, accepted: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 # How fast earlier steps of a text are forgotten.
 MEMORY = 0.8
@@ -49,17 +49,16 @@ class DraftLength:
         self._idle_steps = 0
         self._retry_after = RETRY_AFTER
 
-    def next(self, least_chance: float = 0.1, may_retry: bool = True) -> int:
-        """Tokens to guess now, perhaps none: as far ahead as a guess is likely enough to stand.
+    def next(self, costs: Sequence[float], may_retry: bool = True) -> int:
+        """Tokens to guess now, perhaps none: as many as bring the most tokens in the time of a step.
 
         Args:
-            least_chance: how likely that is, from 0 to 1; a guess that is less likely costs more than it brings. See
-                `StepCost`.
+            costs: what steps with 0, 1, ... guesses cost, in steps without; see `StepCost.of_guesses`.
             may_retry: now and then guess one token all the same, as the text may have become easier.
         """
-        rate = self._acceptance.rate
-        if rate >= least_chance:
-            return max(1, min(self.most, int(math.log(least_chance) / math.log(rate))))
+        best = most_tokens_per_cost(self._acceptance.rate, costs[: self.most + 1])
+        if best:
+            return best
         self._idle_steps += 1
         if not may_retry or self._idle_steps < self._retry_after:
             return 0
@@ -72,3 +71,15 @@ class DraftLength:
         self._acceptance.learn(guessed, accepted)
         if accepted:
             self._retry_after = RETRY_AFTER
+
+
+def most_tokens_per_cost(rate: float, costs: Sequence[float]) -> int:
+    """The number of guesses, each right with chance `rate` if those before it are, with the most tokens per cost."""
+    best, best_value = 0, 1.0 / costs[0]
+    tokens, chance = 1.0, 1.0
+    for guesses, cost in enumerate(costs[1:], start=1):
+        chance *= rate
+        tokens += chance
+        if tokens / cost > best_value:
+            best, best_value = guesses, tokens / cost
+    return best

@@ -25,18 +25,18 @@ class PromptLookup:
         self._indexed = 0
         self._length = DraftLength(num_tokens)
 
-    def propose(self, tokens: Sequence[int], limit: int, least_chance: float = 0.1) -> list[int]:
+    def propose(self, tokens: Sequence[int], limit: int, costs: Sequence[float]) -> list[int]:
         """A guess of what comes after `tokens`, at most `limit` long; [] if there is nothing to go by.
 
         Args:
             tokens: the sequence, which only ever grows between calls.
-            least_chance: how likely a guess must be, see `DraftLength.next`.
+            costs: of guesses, see `DraftLength.next`.
         """
         self._index(tokens)
         for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
             end = self._ends[size - 1].get(tuple(tokens[-size:]))
             if end is not None:
-                return list(tokens[end : end + min(self._length.next(least_chance), limit)])
+                return list(tokens[end : end + min(self._length.next(costs), limit)])
         return []
 
     def learn(self, proposed: int, accepted: int) -> None:

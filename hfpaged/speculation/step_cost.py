@@ -1,15 +1,13 @@
-"""StepCost: what one more token in a step costs, learned from the steps that run."""
+"""StepCost: what more tokens in a step cost, learned from the steps that run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 # A step of one token costs about as much as this many more tokens, as long as that has not been measured: it reads the
-# weights. Measured values stay within the bounds, whatever disturbs the measurement.
+# weights. Measured costs stay within those of the bounds, whatever disturbs the measurement.
 STEP_IN_TOKENS = 8.0
 LEAST_STEP_IN_TOKENS, MOST_STEP_IN_TOKENS = 1.0, 32.0
-# Steps up to this many times as large are looked at: some guesses for each request.
-REACH = 8
 # Weight of the newest step, by whether it was faster than those before: what disturbs a step makes it slower.
 FASTER, SLOWER = 0.4, 0.1
 # Steps of a size before its cost counts as known. The first ones pay for memory that is used for the first time.
@@ -50,23 +48,32 @@ class StepCost:
         size = self._sizes.get(tokens.bit_length())
         return size.seconds if size is not None and size.steps >= ENOUGH_STEPS else None
 
-    def least_chance(self, batch: int) -> float:
-        """How likely a guess must be to be worth its place in a step of one token for each of `batch` requests.
+    def of_guesses(self, batch: int, most: int) -> list[float]:
+        """How long a step takes in which each of `batch` requests has 0, 1, ... `most` guesses, in plain steps.
 
-        A step brings `batch` tokens in its time. One more token takes a little longer, and brings its chance of one.
+        Steps that were measured are points of a curve; sizes that were not are on the lines between and behind them.
         """
-        return batch / (batch + self._step_in_tokens(batch))
+        points = self._points(batch)
+        costs = [1.0]
+        for guesses in range(1, most + 1):
+            tokens = batch * (1 + guesses)
+            dearest, assumed, cheapest = (
+                (size + tokens) / (size + batch) for size in (LEAST_STEP_IN_TOKENS, STEP_IN_TOKENS, MOST_STEP_IN_TOKENS)
+            )
+            measured = _on_lines(points, tokens) / points[0][1] if len(points) > 1 else assumed
+            costs.append(min(dearest, max(cheapest, measured)))
+        return costs
 
-    def _step_in_tokens(self, batch: int) -> float:
-        """How many more tokens cost as much as a step costs before its first one."""
-        classes = sorted(name for name, size in self._sizes.items() if size.steps >= ENOUGH_STEPS)
-        known = [self._sizes[name] for name in classes if name >= batch.bit_length()]
-        larger = [size for size in known[1:] if 1.5 <= size.tokens / known[0].tokens <= 2 * REACH]
-        if not larger:
-            return STEP_IN_TOKENS
-        # Where the arithmetic of more tokens begins to cost more than reading the weights, their cost rises.
-        one_more = max((size.seconds - known[0].seconds) / (size.tokens - known[0].tokens) for size in larger)
-        if one_more <= 0:
-            return MOST_STEP_IN_TOKENS
-        measured = known[0].seconds / one_more - known[0].tokens
-        return min(MOST_STEP_IN_TOKENS, max(LEAST_STEP_IN_TOKENS, measured))
+    def _points(self, batch: int) -> list[tuple[float, float]]:
+        """(tokens, seconds) of what is known of steps of one token a request and of larger ones, the smallest first."""
+        if self.seconds(batch) is None:
+            return []
+        known = (size for name, size in self._sizes.items() if name >= batch.bit_length())
+        return sorted((size.tokens, size.seconds) for size in known if size.steps >= ENOUGH_STEPS)
+
+
+def _on_lines(points: list[tuple[float, float]], tokens: int) -> float:
+    """Seconds at `tokens`, by the line through the two points around it, or through the first or last two."""
+    upper = next((index for index in range(1, len(points)) if points[index][0] >= tokens), len(points) - 1)
+    (x0, y0), (x1, y1) = points[upper - 1], points[upper]
+    return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)

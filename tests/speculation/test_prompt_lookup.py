@@ -10,19 +10,21 @@ import hfpaged
 from hfpaged.speculation.draft_length import RETRY_AFTER
 from hfpaged.speculation.prompt_lookup import PromptLookup
 
+# Of steps with 0 to 10 guesses.
+CHEAP = [1 + 0.1 * guesses for guesses in range(11)]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14] * 2, [20, 21, 22], [30 + i for i in range(25)]]
 
 
 def test_it_continues_the_latest_occurrence_of_the_longest_known_ngram():
     lookup = PromptLookup(num_tokens=3, max_ngram=2)
-    assert lookup.propose([1, 2, 3, 4, 9, 2, 7, 8, 1, 2], limit=10) == [3, 4, 9]
-    assert lookup.propose([1, 2, 3, 4, 9, 2, 7, 8, 1, 2, 5, 2], limit=10) == [5, 2]
+    assert lookup.propose([1, 2, 3, 4, 9, 2, 7, 8, 1, 2], 10, CHEAP) == [3, 4, 9]
+    assert lookup.propose([1, 2, 3, 4, 9, 2, 7, 8, 1, 2, 5, 2], 10, CHEAP) == [5, 2]
 
 
 def test_it_guesses_nothing_without_a_repetition_and_never_beyond_the_limit():
-    assert PromptLookup(5).propose([1, 2, 3], limit=9) == []
-    assert PromptLookup(5).propose([1, 2, 1], limit=0) == []
-    assert len(PromptLookup(5).propose([1, 2, 3, 4, 5, 6, 1], limit=2)) == 2
+    assert PromptLookup(5).propose([1, 2, 3], 9, CHEAP) == []
+    assert PromptLookup(5).propose([1, 2, 1], 0, CHEAP) == []
+    assert len(PromptLookup(5).propose([1, 2, 3, 4, 5, 6, 1], 2, CHEAP)) == 2
 
 
 def test_wrong_guesses_stop_the_guessing_but_for_a_try_now_and_then():
@@ -30,7 +32,7 @@ def test_wrong_guesses_stop_the_guessing_but_for_a_try_now_and_then():
     text = [1, 2, 3, 4, 5, 1]
     for _ in range(12):
         lookup.learn(proposed=4, accepted=0)
-    lengths = [len(lookup.propose(text, limit=9)) for _ in range(3 * RETRY_AFTER)]
+    lengths = [len(lookup.propose(text, 9, CHEAP)) for _ in range(3 * RETRY_AFTER)]
     assert sum(length > 0 for length in lengths) == 2
 
 

@@ -28,22 +28,18 @@ def measured(before_first: float, per_token: float, sizes=(1, 4, 16, 60), noise:
 
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_a_guess_must_be_as_likely_as_its_cost_in_steps(batch, noise):
-    assert measured(0.020, 0.0014, noise=noise).least_chance(batch) == pytest.approx(batch / (batch + 14.3), rel=0.25)
+def test_guesses_cost_what_steps_of_their_size_do(batch, noise):
+    got = measured(0.020, 0.0014, noise=noise).of_guesses(batch, 3)
+    assert got == pytest.approx([(14.3 + batch * size) / (14.3 + batch) for size in (1, 2, 3, 4)], rel=0.12)
 
 
-def test_where_tokens_are_cheap_guesses_need_little_chance():
-    cheap, dear = measured(0.020, 0.0007), measured(0.020, 0.004)
-    assert cheap.least_chance(16) < StepCost().least_chance(16) < dear.least_chance(16)
-
-
-def test_guesses_are_judged_by_the_step_that_all_of_them_would_make():
-    """Eight tokens more are nearly free on this machine, and forty are not."""
+def test_between_and_behind_what_was_measured_the_cost_is_on_lines():
+    """Eight tokens more are cheap on this machine, and forty are not."""
     cost = StepCost()
-    for size, seconds in ((8, 0.020), (16, 0.022), (48, 0.070)):
+    for size, seconds in ((8, 0.020), (16, 0.026), (48, 0.070)):
         for _ in range(20):
             cost.record(size, seconds)
-    assert cost.least_chance(8) == pytest.approx(8 / (8 + 0.020 / 0.00125 - 8))
+    assert cost.of_guesses(8, 6) == pytest.approx([1, 1.3, 1.85, 2.4, 2.95, 3.5, 4.05])
 
 
 def test_before_it_is_measured_the_cost_is_a_guess():
@@ -52,13 +48,15 @@ def test_before_it_is_measured_the_cost_is_a_guess():
         for _ in range(ENOUGH_STEPS - 1):
             few.record(size, 0.1)
     for cost in (few, measured(0.02, 0.001, sizes=(1,)), measured(0.02, 0.001, sizes=(1, 4))):
-        assert cost.least_chance(16) == 16 / (16 + STEP_IN_TOKENS)
+        assert cost.of_guesses(16, 2) == [1, *((STEP_IN_TOKENS + size) / (STEP_IN_TOKENS + 16) for size in (32, 48))]
 
 
-@pytest.mark.parametrize("before_first, per_token", [(1.0, 0.0), (1.0, -0.01), (0.0, 1.0)])
+@pytest.mark.parametrize("before_first, per_token", [(1.0, 0.0), (1.0, -0.01), (0.0, 1.0), (0.01, 1.0)])
 def test_the_cost_stays_within_bounds(before_first, per_token):
-    chance = measured(before_first, per_token).least_chance(4)
-    assert 4 / (4 + MOST_STEP_IN_TOKENS) <= chance <= 4 / (4 + LEAST_STEP_IN_TOKENS)
+    _, one, two = measured(before_first, per_token).of_guesses(4, 2)
+    for cost, tokens in ((one, 8), (two, 12)):
+        cheapest, dearest = ((size + tokens) / (size + 4) for size in (MOST_STEP_IN_TOKENS, LEAST_STEP_IN_TOKENS))
+        assert cheapest <= cost <= dearest
 
 
 def test_it_follows_a_machine_that_becomes_slower():
