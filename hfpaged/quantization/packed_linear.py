@@ -114,6 +114,11 @@ class PackedLinear(nn.Module):
             self.__dict__[_PRODUCT] = product
         return product(x, None if self.bias is None else self.bias.float(), self.out_features)
 
+    def move_strips(self, place: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace codes and scales that the CPU kernels read by the copies that `place` makes."""
+        if self.is_in_strips:
+            self.codes, self.scales = place(self.codes), place(self.scales)
+
     def _chunks(self) -> Iterator[QuantizedLinear]:
         # One scale for all rows can be taken apart anywhere.
         step = lcm(TILE_ROWS, self.block[0] if self.block[0] < self.out_features else 1)

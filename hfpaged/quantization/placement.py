@@ -9,9 +9,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpaged.errors import CheckpointError
+from hfpaged.native.huge_pages import Arena
 from hfpaged.quantization.checkpoint import Checkpoint
 from hfpaged.quantization.layout import KV_SCALES, check_tensors, is_quantization_name
-from hfpaged.quantization.packed_linear import make_linear
+from hfpaged.quantization.packed_linear import PackedLinear, make_linear
 from hfpaged.quantization.plans import plan_of
 from hfpaged.quantization.registration import PackedConfig
 from hfpaged.quantization.scheme import QuantizationPlan
@@ -51,9 +52,12 @@ def replace_stored_linears(model: PreTrainedModel, activations: str) -> None:
     Raises:
         CheckpointError: naming a tensor whose content cannot be right.
     """
+    arena = Arena()
     for name, module in list(model.named_modules()):
         if isinstance(module, StoredLinear):
             linear = make_linear(module.record(name), model.dtype, activations)
+            if isinstance(linear, PackedLinear):
+                linear.move_strips(arena.place)
             for leaf in KV_SCALES:
                 if hasattr(module, leaf):
                     linear.register_buffer(leaf, getattr(module, leaf).detach(), persistent=False)

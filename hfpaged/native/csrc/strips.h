@@ -38,6 +38,15 @@ struct StripWeight {
   int32_t groups;       // along K
 };
 
+// NVFP4 has groups of 16 and MXFP4 of 32, which the kernels take for granted; int4 has any multiple of a word.
+inline bool has_known_groups(const StripWeight& weight) {
+  switch (weight.scales) {
+    case ScaleKind::kE4m3: return weight.group_words == 2;
+    case ScaleKind::kE8m0: return weight.group_words == 4;
+    default: return weight.group_words >= 1;
+  }
+}
+
 }  // namespace hfp
 
 // One linear layer by itself: out[m, n] = round(sum + bias[n]).

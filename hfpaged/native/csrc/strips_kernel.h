@@ -31,6 +31,14 @@ inline void accumulate_pair(typename PairStep<T>::Words (&words)[Vectors], const
   }
 }
 
+// Words of a group: a constant where the format has one size of groups, so that the loop over them is unrolled.
+template <ScaleKind kScales>
+inline int group_words_of(int group_words) {
+  if constexpr (kScales == ScaleKind::kE4m3) return 16 / kWordCodes;
+  if constexpr (kScales == ScaleKind::kE8m0) return 32 / kWordCodes;
+  return group_words;
+}
+
 template <class T, ScaleKind kScales, int Rows, int Vectors>
 inline void strip_kernel(const StripTileArgs<T>& args, const typename PairStep<T>::Table& table, Tile& tile,
                          int first_vector) {
@@ -41,6 +49,7 @@ inline void strip_kernel(const StripTileArgs<T>& args, const typename PairStep<T
 #pragma GCC unroll 4
     for (int v = 0; v < Vectors; v++) totals[r][v] = zero16();
   const T* input = args.input;
+  const int group_words = group_words_of<kScales>(args.group_words);
   int64_t word = 0;
   for (int group = 0; group < args.groups; group++) {
     Vec16 sums[Rows][Vectors];
@@ -48,7 +57,8 @@ inline void strip_kernel(const StripTileArgs<T>& args, const typename PairStep<T
     for (int r = 0; r < Rows; r++)
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) sums[r][v] = zero16();
-    for (int i = 0; i < args.group_words; i++, word++, input += kWordCodes) {
+#pragma GCC unroll 2
+    for (int i = 0; i < group_words; i++, word++, input += kWordCodes) {
       typename Step::Words words[Vectors];
 #pragma GCC unroll 4
       for (int v = 0; v < Vectors; v++) {

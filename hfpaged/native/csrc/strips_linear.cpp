@@ -13,7 +13,7 @@ HFP_API int hfp_strips_linear(const HfpStripsArgs* args) {
   if (!args->weight.strips || !args->input || !args->output) return HFP_NULL_POINTER;
   if (args->dtype < HFP_FP32 || args->dtype > HFP_FP16) return HFP_BAD_DTYPE;
   if (args->rows < 0 || args->rows > INT32_MAX || args->columns < 1 || args->weight.groups < 1) return HFP_BAD_DIMENSION;
-  if (args->threads < 1 || args->threads > 1024 || args->weight.group_words < 1) return HFP_BAD_OPTION;
+  if (args->threads < 1 || args->threads > 1024 || !has_known_groups(args->weight)) return HFP_BAD_OPTION;
   if (args->rows == 0) return HFP_OK;
   auto strips_linear = HFP_PICK_VARIANT(strips_linear);
 #if defined(_OPENMP)

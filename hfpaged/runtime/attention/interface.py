@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from hfpaged.errors import ConfigError
+from hfpaged.native import huge_pages
 from hfpaged.runtime.device.accelerator import accelerator_for
 from hfpaged.runtime.device.staging import PinnedRing
 
@@ -166,19 +167,10 @@ class AheadBackend(AttentionBackend):
         """
 
 
-HUGE_PAGE_BYTES = 2 << 20
-
-
 def lazily_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros outside inference mode. On the CPU the operating system commits a page when it is first written."""
     with torch.inference_mode(False):
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        import numpy as np
-
-        # torch.zeros writes every page; numpy's zeros come from calloc, on huge pages where there are any. Those and
-        # tiles that fill a page want aligned memory.
-        num_bytes = math.prod(shape) * dtype.itemsize
-        memory = np.zeros(num_bytes + HUGE_PAGE_BYTES, dtype=np.uint8)
-        first = -memory.__array_interface__["data"][0] % HUGE_PAGE_BYTES
-        return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(shape)
+        # Tiles that fill a page want aligned memory.
+        return huge_pages.zeroed(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
