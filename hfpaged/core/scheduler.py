@@ -293,7 +293,9 @@ class Scheduler:
             self._known_tables.add(entry.id)
         request.computed = entry.start + entry.num_tokens
         request.on_scored(request.computed)
-        self._enqueue_all(self.prefix_cache.publish(request))
+        # Most steps of a request that decodes fill no block.
+        if request.computed >= (request.published + 1) * self.pool.block_size:
+            self._enqueue_all(self.prefix_cache.publish(request))
 
     def _catch_up(self, entry: PlannedRequest, sampled: Mapping[int, int | None], accepted: Mapping[int, int]) -> None:
         request = self._requests[entry.id]
@@ -305,7 +307,7 @@ class Scheduler:
         if rejected:
             self._drop_tokens(request, rejected)
             self.counters.generated_tokens -= rejected
-        for child in self._children.pop(request.id, ()):
+        for child in self._children.pop(request.id, ()) if self._children else ():
             self._share_blocks(request, child)
             child.state, child.admitted = RequestState.IDLE, True
             self.counters.prompt_tokens += child.prompt_len

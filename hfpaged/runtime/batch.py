@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from hfpaged.core.plan import UNKNOWN_TOKEN, Plan
+from hfpaged.core.plan import UNKNOWN_TOKEN, Plan, PlannedRequest
 from hfpaged.sampling.draw_table import NO_DRAWS, DrawTable
 
 # The row of the block tables that requests which only fill up a batch have.
@@ -78,15 +79,21 @@ class BlockTables:
                 self._write(self._row(entry.id), 0, entry.full_table)
             if entry.new_blocks:
                 self._write(self._row(entry.id), entry.first_new_index, entry.new_blocks)
-        counts = np.array([entry.num_tokens for entry in plan.entries], dtype=np.int64)
-        starts = np.array([entry.start for entry in plan.entries], dtype=np.int64)
-        rows = np.array([self._rows[entry.id] for entry in plan.entries], dtype=np.int32)
+        # All entries' fields at once: much faster than one field after the other.
+        columns = PlannedRequest(*zip(*plan.entries, strict=True))
+        counts = np.array(columns.num_tokens, dtype=np.int64)
+        starts = np.array(columns.start, dtype=np.int64)
+        rows = np.array([self._rows[request_id] for request_id in columns.id], dtype=np.int32)
+        token_ids = np.array([*itertools.chain.from_iterable(columns.tokens)], dtype=np.int64)
         query_start = np.zeros(len(counts) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
-        positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)
-        blocks = self._table[np.repeat(rows, counts), positions // self.block_size].astype(np.int64)
-        wanted = np.array([entry.logits_for for entry in plan.entries], dtype=np.int64)
-        token_ids = np.array([token for entry in plan.entries for token in entry.tokens], dtype=np.int64)
+        if len(token_ids) == len(rows):
+            positions, row_of_token = starts, rows
+        else:
+            positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], counts)
+            row_of_token = np.repeat(rows, counts)
+        blocks = self._table[row_of_token, positions // self.block_size].astype(np.int64)
+        wanted = np.array(columns.logits_for, dtype=np.int64)
         return StepBatch(
             token_ids=token_ids,
             positions=positions,
@@ -132,6 +139,8 @@ def _feedback(plan: Plan, token_ids: np.ndarray, query_start: np.ndarray, drawn_
 
 def _last_rows(ends: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Indices of the last `wanted[i]` packed tokens before `ends[i]`, ascending, for all i in a row."""
+    if (wanted == 1).all():
+        return ends - 1
     total = int(wanted.sum())
     first_of_each = np.repeat(ends - wanted, wanted)
     offset_in_each = np.arange(total) - np.repeat(np.cumsum(wanted) - wanted, wanted)

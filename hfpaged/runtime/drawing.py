@@ -33,8 +33,8 @@ class Outcome:
 
     live: LiveRequest
     tokens: list[int]
-    scores: list[torch.Tensor | None] = field(default_factory=list)
-    logits: list[torch.Tensor | None] = field(default_factory=list)
+    scores: Sequence[torch.Tensor | None] = ()
+    logits: Sequence[torch.Tensor | None] = ()
     logprobs: list[TokenLogprob] = field(default_factory=list)
     error: Exception | None = None
     num_drafts: int = 0
@@ -42,10 +42,10 @@ class Outcome:
 
 def wants_logits(plan: Plan, live: Mapping[int, LiveRequest]) -> bool:
     """Whether any token of the step is more than the argmax of its logits."""
-    if any(entry.scored for entry in plan.entries):
-        return True
-    requests = (live[request_id] for _, request_id in plan.sampled_rows())
-    return any(one.spec.steered or one.spec.logprobs is not None or not one.row.is_argmax for one in requests)
+    for entry in plan.entries:
+        if entry.scored or (entry.samples and any([live[request_id].wants_logits for request_id in entry.samples])):
+            return True
+    return False
 
 
 def score_prompts(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput) -> dict[int, list[TokenLogprob]]:
@@ -72,7 +72,10 @@ def draw_rows(requests: Sequence[tuple[LiveRequest, range]], output: StepOutput,
     """Draw for requests, each from its rows of the output."""
     indices = [row for _, rows in requests for row in rows]
     if output.logits is None:
-        drawn = Drawn.of_tokens(output.argmax[indices].tolist())
+        tokens = output.argmax[indices].tolist()
+        if len(tokens) == len(requests):
+            return [Outcome(one, [token]) for (one, _), token in zip(requests, tokens, strict=True)]
+        drawn = Drawn.of_tokens(tokens)
     else:
         logits = output.logits if indices == list(range(len(output.logits))) else output.logits[indices]
         drawn = sampler.draw(logits, [row for one, rows in requests for row in _sample_rows(one, len(rows))])

@@ -47,8 +47,9 @@ class GenerationHandle:
         self._error: BaseException | None = None
         self._on_cancel = on_cancel
         # Two conditions of one lock, so that whoever waits for the end is not woken by every token.
-        lock = threading.RLock()
-        self._changed, self._ended = threading.Condition(lock), threading.Condition(lock)
+        self._lock = threading.RLock()
+        self._changed, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._num_waiting = 0  # threads, for `_changed`
         self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future]] = []
         self._next_logits: torch.Tensor | None = None
         self._is_abandoned = False
@@ -134,7 +135,7 @@ class GenerationHandle:
 
     def poll_logits(self) -> torch.Tensor | None:
         """As `take_logits`, for a caller that steps the engine itself: None if they are not there (yet)."""
-        with self._changed:
+        with self._lock:
             logits, self._next_logits = self._next_logits, None
         return logits
 
@@ -144,45 +145,35 @@ class GenerationHandle:
 
     def push(
         self,
-        token: int,
-        scores: torch.Tensor | None = None,
-        logits: torch.Tensor | None = None,
-        logprob: TokenLogprob | None = None,
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprob] = (),
+        scores: Sequence[torch.Tensor] = (),
+        logits: Sequence[torch.Tensor] = (),
     ) -> None:
-        """A token was drawn."""
-        with self._changed:
-            if scores is not None:
-                self.scores.append(scores)
-            if logits is not None:
-                self.logits.append(logits)
-            if logprob is not None:
-                self.logprobs.append(logprob)
-            self.tokens.append(token)
+        """Tokens were drawn. What goes with them is there for each of them, or not at all."""
+        with self._lock:
+            self.logprobs += logprobs
+            self.scores += scores
+            self.logits += logits
+            self.tokens += tokens
             self._notify()
 
     def restart(self) -> None:
         """What was drawn was wrong: drop it. Readers that have taken tokens already go on behind as many new ones."""
-        with self._changed:
+        with self._lock:
             for drawn in (self.tokens, self.scores, self.logits, self.logprobs):
                 drawn.clear()
             del self.prompt_logprobs[:]
 
-    def push_all(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
-        """Several tokens were drawn."""
-        with self._changed:
-            self.logprobs.extend(logprobs)
-            self.tokens.extend(tokens)
-            self._notify()
-
     def offer_logits(self, logits: torch.Tensor) -> None:
         """The logits of a steered request's last tokens, fp32 [k, V], are there."""
-        with self._changed:
+        with self._lock:
             self._next_logits = logits
             self._notify()
 
     def finish(self, reason: str, error: BaseException | None = None) -> None:
         """The request ended. Only the first end counts."""
-        with self._changed:
+        with self._lock:
             if not self.done:
                 self._error, self.finish_reason = error, reason
                 self._ended.notify_all()
@@ -193,7 +184,11 @@ class GenerationHandle:
         self._is_abandoned = True
 
     def _notify(self) -> None:
-        self._changed.notify_all()
+        # Tokens come far more often than somebody waits for one.
+        if self._num_waiting:
+            self._changed.notify_all()
+        if not self._async_waiters:
+            return
         waiters, self._async_waiters = self._async_waiters, []
         for loop, future in waiters:
             try:
@@ -205,7 +200,7 @@ class GenerationHandle:
     async def _wait_async(self, read: int) -> None:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
-        with self._changed:
+        with self._lock:
             if self.done or len(self.tokens) > read:
                 return
             self._require_hope()
@@ -214,10 +209,15 @@ class GenerationHandle:
 
     def _wait_for(self, news: threading.Condition, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `predicate()` holds, which `news` tells of, or `timeout` seconds. Returns whether it does."""
-        with news:
-            if not predicate():
-                self._require_hope()
-            return news.wait_for(predicate, timeout)
+        with self._lock:
+            if predicate():
+                return True
+            self._require_hope()
+            self._num_waiting += news is self._changed
+            try:
+                return news.wait_for(predicate, timeout)
+            finally:
+                self._num_waiting -= news is self._changed
 
     def _require_hope(self) -> None:
         """Raise EngineDeadError rather than have an exit handler wait for ever.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hfpaged.core.request import Request
 from hfpaged.runtime.handle import GenerationHandle
@@ -18,6 +18,7 @@ class LiveRequest:
     Attributes:
         row: how its next token is drawn.
         draw: how a device can draw its tokens; None: only the host can.
+        wants_logits: whether it wants more than the argmax of its logits.
     """
 
     spec: RequestSpec
@@ -25,6 +26,10 @@ class LiveRequest:
     request: Request
     row: SampleRow
     draw: DrawSettings | None = None
+    wants_logits: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.wants_logits = self.spec.steered or self.spec.logprobs is not None or not self.row.is_argmax
 
     @classmethod
     def of(cls, spec: RequestSpec, handle: GenerationHandle, cache_root: bytes | None) -> LiveRequest:

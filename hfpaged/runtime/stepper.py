@@ -241,21 +241,26 @@ class Stepper:
             self.workspaces.holding(request_id).scheduler.append_drafts(request_id, tokens)
 
     def _commit(self, workspace: Workspace, plan: Plan, output: StepOutput, outcomes: list[Outcome]) -> None:
-        sampled: dict[int, int | None] = {request_id: None for _, request_id in plan.sampled_rows()}
+        sampled: dict[int, int | None] = {}
+        for entry in plan.entries:
+            sampled.update(dict.fromkeys(entry.samples))
         accepted = {}
         for outcome in outcomes:
-            live = outcome.live
+            request = outcome.live.request
             if outcome.tokens:
-                sampled[live.request.id] = outcome.tokens[-1]
-                accepted[live.request.id] = len(outcome.tokens) - 1
-            if live.request.draft_tokens:
-                self._speculation.learn(live.request.id, live.request.draft_tokens, accepted.get(live.request.id, 0))
+                sampled[request.id] = outcome.tokens[-1]
+            if request.draft_tokens:
+                if outcome.tokens:
+                    accepted[request.id] = len(outcome.tokens) - 1
+                self._speculation.learn(request.id, request.draft_tokens, accepted.get(request.id, 0))
         workspace.scheduler.commit(plan, sampled, accepted)
         workspace.runner.commit(plan)
         self._offer_logits(plan, output)
 
     def _offer_logits(self, plan: Plan, output: StepOutput) -> None:
         """Give steered requests their rows of the logits."""
+        if output.logits is None:
+            return
         sampled = [(self.live[request_id], rows) for rows, request_id in plan.sampled_rows()]
         steered = [(live, rows) for live, rows in sampled if live.spec.steered]
         # A view spares the copy but keeps the whole step's logits alive: only where most of them are theirs.
@@ -314,13 +319,9 @@ class Stepper:
             if outcome.error is not None:
                 self.end([live.handle], "error", outcome.error)
                 continue
-            for index, token in enumerate(outcome.tokens):
-                live.handle.push(
-                    token,
-                    outcome.scores[index] if live.spec.keep_scores else None,
-                    outcome.logits[index] if live.spec.keep_logits else None,
-                    outcome.logprobs[index] if outcome.logprobs else None,
-                )
+            scores = outcome.scores if live.spec.keep_scores else ()
+            logits = outcome.logits if live.spec.keep_logits else ()
+            live.handle.push(outcome.tokens, outcome.logprobs, scores, logits)
             if has_ended:
                 self.end([live.handle], "length" if len(live.request.tokens) >= live.spec.max_tokens else "stop")
 

@@ -155,7 +155,7 @@ class ScriptedEngine:
         self.prompts.append(self._tokenizer.decode(prompt_ids))
         handle = GenerationHandle(0, len(prompt_ids), lambda handle: None)
         for token in self._tokenizer(next(self._texts))["input_ids"]:
-            handle.push(token)
+            handle.push([token])
         handle.finish("stop")
         return handle
 

@@ -17,7 +17,7 @@ def make_handle(cancelled=None):
 def filled_later(handle, tokens, reason="stop", error=None):
     def fill():
         for token in tokens:
-            handle.push(token)
+            handle.push([token])
         handle.finish(reason, error)
 
     threading.Timer(0.02, fill).start()

@@ -200,7 +200,7 @@ class Connection:
         if output.prompt_logprobs:
             handle.add_prompt_logprobs(output.prompt_logprobs)
         if output.tokens:
-            handle.push_all(output.tokens, output.logprobs)
+            handle.push(output.tokens, output.logprobs)
         if output.finish_reason is not None:
             # Before its reader knows, so that whoever counts requests after the end does not count this one.
             self._handles.pop(output.id, None)
