@@ -37,7 +37,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),  # every CPU that has the one has the other
 }
 
 # Contraction would let the compiler fuse a multiply-add in one instantiation of a kernel and not in another; results

@@ -143,7 +143,10 @@ class AttentionOp(ctypes.Structure):
 class HeadScreen(ctypes.Structure):
     """A head's weight in 8 bits; null pointers: there is no screen."""
 
-    _fields_ = [*((name, c_void_p) for name in ("codes", "scales", "errors")), ("pairs", c_int32)]
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scales", "lengths", "errors")),
+        *((name, c_int32) for name in ("columns", "quads")),
+    ]
 
 
 class HeadOp(ctypes.Structure):
@@ -237,6 +240,7 @@ _SIGNATURES = {
         None,
         [c_void_p, c_int32, c_int64, c_int64, c_int64, c_void_p, c_void_p, c_int32],
     ),
+    "hfp_screen_rows": (c_int64, []),
     "hfp_screen_fill": (None, [POINTER(HeadScreen), POINTER(PackedWeight), c_int32, c_int32]),
     "hfp_panels_unpack": (None, [c_void_p, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int32]),
 }

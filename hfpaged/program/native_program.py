@@ -145,7 +145,8 @@ class NativeProgram:
 
     def pack_head(self, parts: list[Part], scaling: LogitScaling) -> tuple[abi.PackedWeight, abi.HeadScreen]:
         """As `pack`, for the head: with a screen where it can have one."""
-        if any(part.linear.packed is not None for part in parts) or not can_screen(scaling):
+        is_packed = any(part.linear.packed is not None for part in parts)
+        if is_packed or not can_screen(scaling, parts[0].linear.in_features):
             return self.pack(parts), abi.HeadScreen()
         matrix = ScreenedMatrix(self._library, parts, self._dtype)
         self._matrices.append(matrix)

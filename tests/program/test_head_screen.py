@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpaged.program.description import LogitScaling
-from hfpaged.program.head_screen import SCREEN_ROWS, can_screen
+from hfpaged.program.head_screen import can_screen
 from hfpaged.program.program import StepProgram
 
 VOCAB = 1000  # no whole number of panels
@@ -45,7 +45,7 @@ def hidden_size(family: str = "llama") -> int:
 
 def both_ways(program: StepProgram, rows: int, seed: int) -> tuple[list[int], list[int]]:
     """The tokens of a step of `rows` rows without and with all logits."""
-    stepper = Stepper(program, max_requests=8)
+    stepper = Stepper(program, max_requests=16)
     prompts = np.random.default_rng(seed).integers(1, 100, size=(rows, 3)).tolist()
     batch = stepper.batch([(stepper.add(prompt), 3) for prompt in prompts])
     last = batch.query_start[1:].astype(np.int64) - 1
@@ -58,7 +58,7 @@ def both_ways(program: StepProgram, rows: int, seed: int) -> tuple[list[int], li
 
 def assert_same_tokens(program: StepProgram) -> None:
     for seed in range(3):
-        for rows in (1, 2, SCREEN_ROWS, SCREEN_ROWS + 1):
+        for rows in (1, 4, 5, 16):
             screened, exact = both_ways(program, rows, seed)
             assert screened == exact
 
@@ -91,6 +91,14 @@ def test_the_exact_weights_of_most_columns_are_not_read(isa):
     assert exact[0] >= 128
 
 
+@pytest.mark.parametrize("outliers", [1, 3, 40])
+def test_rows_with_numbers_far_larger_than_the_others(isa, outliers):
+    model = model_with_head(head_of_near_ties(torch.bfloat16, hidden_size()))
+    with torch.no_grad():
+        model.model.norm.weight[:outliers] *= torch.logspace(1, 3, outliers)
+    assert_same_tokens(StepProgram.build(model, num_threads=2, min_thread_seconds=0))
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e38])
 def test_columns_without_bounds_are_multiplied(value):
     weight = torch.randn(VOCAB, hidden_size(), generator=torch.Generator().manual_seed(3))
@@ -110,6 +118,22 @@ def test_rows_that_are_no_numbers_come_out_as_without_the_screen():
     assert both_ways(program, 2, seed=0) == ([0, 0], [0, 0])
 
 
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+def test_a_row_without_bounds_leaves_the_others_theirs(value):
+    model = model_with_head(head_of_near_ties(torch.float32, hidden_size()))
+    program = StepProgram.build(model, num_threads=2, min_thread_seconds=0)
+    stepper = Stepper(program, max_requests=8)
+    prompts = [[token, token, token] for token in range(1, 9)]
+    batch = stepper.batch([(stepper.add(prompt), 3) for prompt in prompts])
+    last = batch.query_start[1:].astype(np.int64) - 1
+    expected, _ = program.run(batch, stepper.kv, last, want_logits=True)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[5] = value
+    got, _ = program.run(batch, stepper.kv, last)
+    assert got[[0, 1, 2, 3, 5, 6, 7]].tolist() == expected[[0, 1, 2, 3, 5, 6, 7]].tolist()
+    assert got[4] == 0  # all of its logits are the same, or none is a number
+
+
 def test_the_screen_follows_the_weights():
     weight = torch.randn(VOCAB, hidden_size())
     program = StepProgram.build(model_with_head(weight), num_threads=1)
@@ -120,7 +144,8 @@ def test_the_screen_follows_the_weights():
 
 
 def test_only_what_keeps_the_order_of_logits_is_screened():
-    assert can_screen(LogitScaling())
-    assert can_screen(LogitScaling(multiplier=0.1, divisor=8.0))
-    assert not can_screen(LogitScaling(softcap=30.0))
-    assert not can_screen(LogitScaling(multiplier=-1.0))
+    assert can_screen(LogitScaling(), 576)
+    assert can_screen(LogitScaling(multiplier=0.1, divisor=8.0), 576)
+    assert not can_screen(LogitScaling(softcap=30.0), 576)
+    assert not can_screen(LogitScaling(multiplier=-1.0), 576)
+    assert not can_screen(LogitScaling(), 1 << 17)

@@ -5,8 +5,12 @@
 
 HFP_DECLARE_VARIANTS(void fill_screen(const HeadScreen& screen, const PackedWeight& weight, HfpDtype type,
                                       int64_t panel))
+HFP_DECLARE_VARIANTS(int64_t screen_rows())
 
-// Writes the codes, scales and errors of a packed weight of `dtype`, an HfpDtype, to the memory that `screen` points to.
+// Most sampled rows of a step for which a screen is used.
+HFP_API int64_t hfp_screen_rows() { return HFP_PICK_VARIANT(screen_rows)(); }
+
+// Writes the codes of a packed weight of `dtype`, an HfpDtype, and what bounds their products, to the memory of `screen`.
 HFP_API void hfp_screen_fill(const hfp::HeadScreen* screen, const hfp::PackedWeight* weight, int32_t dtype,
                              int32_t threads) {
   auto fill_screen = HFP_PICK_VARIANT(fill_screen);

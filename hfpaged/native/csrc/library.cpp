@@ -15,7 +15,8 @@ int best_isa() {
   bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512) return int(__builtin_cpu_supports("avx512bf16") ? hfp::Isa::avx512bf16 : hfp::Isa::avx512);
+  bool dots = __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+  if (avx512) return int(dots ? hfp::Isa::avx512bf16 : hfp::Isa::avx512);
   if (avx2) return int(hfp::Isa::avx2);
 #endif
   return int(hfp::Isa::plain);

@@ -116,10 +116,9 @@ struct ResidualEpilogue {
   }
 };
 
-// Logits of 16 columns as the model returns them.
+// Logits as the model returns them, from the output of its last linear module.
 template <class T>
-inline Vec16 finished_logits(Vec16 sum, const HeadOp& op, int column) {
-  Vec16 logit = linear_output<T>(sum, op.weight, column);
+inline Vec16 scaled_logits(Vec16 logit, const HeadOp& op) {
   if (op.multiplier != 1.f) logit = rounded16<T>(logit * splat16(op.multiplier));
   if (op.divisor != 1.f) logit = rounded16<T>(logit / splat16(op.divisor));
   if (op.softcap != 0.f) {
@@ -127,6 +126,12 @@ inline Vec16 finished_logits(Vec16 sum, const HeadOp& op, int column) {
     logit = rounded16<T>(rounded16<T>(tanh16(rounded16<T>(logit / cap))) * cap);
   }
   return logit;
+}
+
+// The same of 16 columns from their sums.
+template <class T>
+inline Vec16 finished_logits(Vec16 sum, const HeadOp& op, int column) {
+  return scaled_logits<T>(linear_output<T>(sum, op.weight, column), op);
 }
 
 // -inf in the lanes from `count` on.
@@ -144,6 +149,9 @@ struct HeadEpilogue {
   float* best;         // [samples]
   int64_t* best_index;
   float* logits;       // [samples, vocab], or null
+
+  // For the sampled rows from `row` on; only without logits.
+  HeadEpilogue from_row(int row) const { return {op, best + row, best_index + row, nullptr}; }
 
   void operator()(int panel, int first_row, int rows, Tile& tile) const {
     int first_column = panel * kPanelColumns;

@@ -1,121 +1,192 @@
-// The head of one row or a few whose largest logit is wanted: all panels through the screen, what it leaves exactly.
+// The head of rows whose largest logit is wanted: all panels through the screen, what it leaves exactly.
 #pragma once
-#include "head_screen.h"
 #include "ops_epilogue.h"
-#include "ops_norm.h"
+#include "screen_rows.h"
 
 namespace hfp {
 namespace HFP_ISA {
 
-inline WordPair broadcast_pair(const float* pair) { return {splat16(pair[0]), splat16(pair[1])}; }
-template <class Half>
-inline WordPair broadcast_pair(const Half* pair) {
-  return broadcast_word(reinterpret_cast<const uint32_t*>(pair), Half{});
+// Rows beyond which the exact product is as fast.
+#if defined(__AVX512VNNI__)
+constexpr int64_t kScreenRows = INT32_MAX;
+#else
+constexpr int64_t kScreenRows = 4;
+#endif
+
+// Raises a number that several threads raise. Which of them reads which value when decides about work, not results.
+inline void raise(float* value, float to) {
+  float now;
+  __atomic_load(value, &now, __ATOMIC_RELAXED);
+  while (now < to && !__atomic_compare_exchange(value, &now, &to, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) continue;
 }
 
-// Products of the codes of one panel with `Rows` rows. The next panel is fetched meanwhile.
-template <class T, int Rows>
-inline void multiply_codes(const int8_t* codes, int pairs, const InputRows<T>& in,
-                           Vec16 (&sums)[Rows][kPanelVectors]) {
-#pragma GCC unroll 4
-  for (int r = 0; r < Rows; r++)
-#pragma GCC unroll 4
-    for (int v = 0; v < kPanelVectors; v++) sums[r][v] = zero16();
-  const int8_t* ahead = codes + static_cast<int64_t>(pairs) * 2 * kPanelColumns;
-  for (int i = 0; i < pairs; i++, codes += 2 * kPanelColumns, ahead += 2 * kPanelColumns) {
-    __builtin_prefetch(ahead, 0, 2);
-    __builtin_prefetch(ahead + kPanelColumns, 0, 2);
-    WordPair weights[kPanelVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kPanelVectors; v++)
-      weights[v] = {load16(codes + v * kLanes), load16(codes + kPanelColumns + v * kLanes)};
-#pragma GCC unroll 4
-    for (int r = 0; r < Rows; r++) {
-      WordPair x = broadcast_pair(in.data + r * in.stride + 2 * i);
+inline float value_now(const float* value) {
+  float now;
+  __atomic_load(value, &now, __ATOMIC_RELAXED);
+  return now;
+}
+
+// Bounds the logits of tiles of coarse products. Rows whose bound in a panel exceeds what their largest logit is known to
+// be get the products of their fine digits as well.
+template <class T>
+class ScreenEpilogue {
+ public:
+  ScreenEpilogue(const HeadOp& op, const ScreenWork& work, int64_t samples) : op_(op), work_(work), samples_(samples) {}
+
+  void operator()(int panel, int first_row, int rows, Tile& tile) const {
+    for (int r = 0; r < rows; r++) work_.most[panel * samples_ + first_row + r] = most_of(panel, first_row + r, tile[r]);
+  }
+
+ private:
+  float most_of(int panel, int64_t index, Vec16 (&sums)[kPanelVectors]) const {
+    const ScreenRow& row = work_.rows[index];
+    if (!(row.length < __builtin_inff())) return __builtin_inff();
+    float* least = work_.least + index;
+    add_outliers(panel, row, sums);
+    if (most_within(panel, row, sums, row.coarse_rest) < value_now(least)) return -__builtin_inff();
+    add_fine_digits(panel, index, sums);
+    float most = most_within(panel, row, sums, row.fine_rest);
+    // Beside a number that is none the exact product may miss a larger one.
+    if (most < __builtin_inff()) raise(least, least_within(panel, row, sums, row.fine_rest));
+    return most;
+  }
+
+  // Completes the coarse sums, as fp32 numbers in units of both scales.
+  void add_outliers(int panel, const ScreenRow& row, Vec16 (&sums)[kPanelVectors]) const {
+    Vec16 outliers[kPanelVectors] = {zero16(), zero16(), zero16(), zero16()};
+    for (int i = 0; i < row.outliers; i++) {
+      const uint32_t* words = op_.screen.panel(panel) + row.quads[i] * kPanelColumns;
+      typename DepthStep<Digit>::Input x = DepthStep<Digit>::broadcast(reinterpret_cast<const uint32_t*>(row.digits[i]));
 #pragma GCC unroll 4
       for (int v = 0; v < kPanelVectors; v++)
-        sums[r][v] = fma16(x.odd, weights[v].odd, fma16(x.even, weights[v].even, sums[r][v]));
+        outliers[v] = DepthStep<Digit>::accumulate(outliers[v], x, DepthStep<Digit>::load(words + v * kLanes));
     }
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; v++) sums[v] = combined_sums16(sums[v], outliers[v], row.coarse_offset);
   }
-}
+
+  void add_fine_digits(int panel, int64_t index, Vec16 (&sums)[kPanelVectors]) const {
+    const ScreenRow& row = work_.rows[index];
+    KernelArgs args = {};
+    args.input = reinterpret_cast<const uint32_t*>(work_.fine + index * work_.stride);
+    args.depth = op_.screen.quads;
+    Tile tile;
+    for (int v = 0; v < kPanelVectors; v += kWideTile<Digit>.vectors) {
+      args.weights = op_.screen.panel(panel) + v * kLanes;
+      kernel<Digit, 1, kWideTile<Digit>.vectors, 0>(args, tile, v);
+    }
+    Vec16 scale = splat16(1.f / kFineSteps);
+    for (int v = 0; v < kPanelVectors; v++)
+      sums[v] = fma16(combined_sums16(tile[0][v], zero16(), row.fine_offset), scale, sums[v]);
+  }
+
+  // What the sums of a row are worth, and by how much the products of its input may differ from that.
+  struct Estimate {
+    Vec16 sum, margin;
+  };
+  Estimate estimate(int column, const ScreenRow& row, Vec16 sum, float rest) const {
+    constexpr float kFlushed = 1e-30f;  // more than the products of numbers that are taken for zero add up to
+    Vec16 margin = fma16(splat16(rest), load16(op_.screen.lengths + column), splat16(kFlushed));
+    return {sum * (load16(op_.screen.scales + column) * splat16(row.scale)),
+            fma16(splat16(row.length), load16(op_.screen.errors + column), margin)};
+  }
+
+  // The largest logit that the row may have in the panel, rounded as by the exact product: what comes behind the sums
+  // keeps their order. Columns that only fill the panel may be in it.
+  float most_within(int panel, const ScreenRow& row, const Vec16 (&sums)[kPanelVectors], float rest) const {
+    Vec16 most = splat16(-__builtin_inff());
+#pragma GCC unroll 4
+    for (int v = 0; v < kPanelVectors; v++) {
+      int column = panel * kPanelColumns + v * kLanes;
+      Estimate of = estimate(column, row, sums[v], rest);
+      Vec16 sum = of.sum + of.margin;
+      most = max16(most, op_.weight.bias ? sum + load16(op_.weight.bias + column) : sum);
+    }
+    return largest16(scaled_logits<T>(rounded16<T>(most), op_));
+  }
+
+  // What the largest one is at least.
+  float least_within(int panel, const ScreenRow& row, const Vec16 (&sums)[kPanelVectors], float rest) const {
+    Vec16 least = splat16(-__builtin_inff());
+    for (int v = 0; v < kPanelVectors; v++) {
+      int column = panel * kPanelColumns + v * kLanes, count = op_.vocab - column;
+      if (count <= 0) break;
+      Estimate of = estimate(column, row, sums[v], rest);
+      Vec16 logits = finished_logits<T>(of.sum - of.margin, op_, column);
+      least = max16(least, count < kLanes ? hidden_from(logits, count) : logits);
+    }
+    return largest16(least);
+  }
+
+  const HeadOp& op_;
+  const ScreenWork& work_;
+  int64_t samples_;
+};
 
 template <class T>
 class ScreenedHead {
  public:
-  ScreenedHead(const HeadOp& op, const InputRows<T>& in) : op_(op), in_(in) {
-    auto square = [](Vec16 x) { return x * x; };
-    for (int r = 0; r < in.count; r++)
-      lengths_[r] = sqrtf(sum_over(in.data + r * in.stride, 2 * op.screen.pairs, square));
+  ScreenedHead(const HeadOp& op, const InputRows<T>& in, ScreenWork& work) : op_(op), in_(in), work_(work) {}
+
+  static Units units(const HeadOp& op, int64_t samples) {
+    return units_of<Digit>(static_cast<int>(samples), op.screen.as_weight());
   }
 
-  // Not for rows with numbers that are none, whose logits have to come out as such, nor for rows of zeros.
-  bool can_bound() const {
-    for (int r = 0; r < in_.count; r++)
-      if (!(lengths_[r] > 0.f && lengths_[r] < __builtin_inff())) return false;
-    return true;
+  // First: the digits of each thread's share of the rows.
+  void write_rows(Share share) {
+    if (share.index == 0) work_.next_panel = 0;
+    int size = op_.weight.depth * static_cast<int>(4 / sizeof(T));
+    for (int64_t r = share.begin(in_.count); r < share.end(in_.count); r++) {
+      work_.least[r] = -__builtin_inff();
+      write_screen_row(in_.data + r * in_.stride, size, work_.rows[r], work_.coarse + r * work_.stride,
+                       work_.fine + r * work_.stride);
+    }
   }
 
-  // Bounds of panels [begin, end), and the least that their largest logits are.
-  void bound(int64_t begin, int64_t end, float* most, float* least) const {
-    bound_rows<kScreenRows>(begin, end, most, least);
+  // Second: bounds of the units [begin, end) of all threads.
+  void bound(int64_t begin, int64_t end) const {
+    InputRows<Digit> digits = {reinterpret_cast<const Digit*>(work_.coarse), work_.stride, in_.count};
+    ScreenEpilogue<T> epilogue(op_, work_, in_.count);
+    multiply<Digit>(digits, op_.screen.as_weight(), begin, end, nullptr, epilogue);
   }
 
-  // Multiplies the panels of [begin, end) that may hold a logit of at least `least`.
-  void multiply_rest(int64_t begin, int64_t end, const float* most, const float* least,
-                     HeadEpilogue<T>& epilogue) const {
-    int row_tiles = units_of<T>(in_.count, op_.weight).row_tiles;
-    for (int64_t panel = begin; panel < end; panel++) {
-      if (!may_win(most + panel * kScreenRows, least)) continue;
-      // Nothing is fetched ahead but what is there already: the next panel is rarely the next one wanted.
-      multiply<T>(in_, op_.weight, panel * row_tiles, (panel + 1) * row_tiles, op_.weight.panel(panel), epilogue);
+  // Third: multiplies the rows and panels that may hold the largest logit, until no panel is left to any thread.
+  void multiply_rest(const HeadEpilogue<T>& epilogue) {
+    constexpr int kPanelsAtOnce = 4;
+    int panels = op_.weight.panel_count();
+    for (;;) {
+      int first = __atomic_fetch_add(&work_.next_panel, kPanelsAtOnce, __ATOMIC_RELAXED);
+      if (first >= panels) return;
+      for (int panel = first; panel < first + kPanelsAtOnce && panel < panels; panel++) multiply_panel(panel, epilogue);
     }
   }
 
  private:
-  // Of the same logit as the exact product rounds it: what comes behind the sums keeps their order.
-  template <int Rows>
-  void bound_rows(int64_t begin, int64_t end, float* most, float* least) const {
-    if constexpr (Rows > 1) {
-      if (in_.count < Rows) return bound_rows<Rows - 1>(begin, end, most, least);
-    }
-    Vec16 lowest[Rows];
-    for (int r = 0; r < Rows; r++) lowest[r] = splat16(-__builtin_inff());
-    for (int64_t panel = begin; panel < end; panel++) {
-      Vec16 sums[Rows][kPanelVectors];
-      multiply_codes<T, Rows>(op_.screen.panel(panel), op_.screen.pairs, in_, sums);
-      for (int r = 0; r < Rows; r++) {
-        Vec16 upper = bound_panel(panel, sums[r], lengths_[r], lowest[r]);
-        most[panel * kScreenRows + r] = largest16(upper);
-      }
-    }
-    for (int r = 0; r < Rows; r++) least[r] = largest16(lowest[r]);
+  bool may_win(int panel, int row) const {
+    return !(work_.most[int64_t(panel) * in_.count + row] < value_now(work_.least + row));
   }
 
-  // Raises `lowest` to the lower bounds of a panel's logits. Returns the largest of the upper ones, lane by lane.
-  Vec16 bound_panel(int64_t panel, const Vec16 (&sums)[kPanelVectors], float length, Vec16& lowest) const {
-    constexpr float kFlushed = 1e-30f;  // more than the products of numbers that are taken for zero add up to
-    Vec16 highest = splat16(-__builtin_inff());
-    for (int v = 0; v < kPanelVectors; v++) {
-      int column = static_cast<int>(panel) * kPanelColumns + v * kLanes, count = op_.vocab - column;
-      if (count <= 0) break;
-      Vec16 sum = sums[v] * load16(op_.screen.scales + column);
-      Vec16 margin = fma16(splat16(length), load16(op_.screen.errors + column), splat16(kFlushed));
-      Vec16 lower = finished_logits<T>(sum - margin, op_, column), upper = finished_logits<T>(sum + margin, op_, column);
-      lowest = max16(lowest, count < kLanes ? hidden_from(lower, count) : lower);
-      highest = max16(highest, upper);
+  // Neighbouring rows together.
+  void multiply_panel(int panel, const HeadEpilogue<T>& epilogue) const {
+    for (int row = 0; row < in_.count; row++) {
+      int first = row;
+      while (row < in_.count && may_win(panel, row)) row++;
+      if (row > first) multiply_rows(panel, first, row, epilogue);
     }
-    return highest;
   }
 
-  bool may_win(const float* most, const float* least) const {
-    for (int r = 0; r < in_.count; r++)
-      if (!(most[r] < least[r])) return true;
-    return false;
+  void multiply_rows(int panel, int first, int end, const HeadEpilogue<T>& epilogue) const {
+    InputRows<T> rows = {in_.data + first * in_.stride, in_.stride, end - first};
+    int row_tiles = units_of<T>(rows.count, op_.weight).row_tiles;
+    // Nothing is fetched ahead but what is there already: the next panel is rarely the next one wanted.
+    multiply<T>(rows, op_.weight, int64_t(panel) * row_tiles, int64_t(panel + 1) * row_tiles, op_.weight.panel(panel),
+                epilogue.from_row(first));
+    for (int row = first; row < end; row++) raise(work_.least + row, epilogue.best[row]);
   }
 
   const HeadOp& op_;
   const InputRows<T>& in_;
-  float lengths_[kScreenRows];
+  ScreenWork& work_;
 };
 
 }  // namespace HFP_ISA

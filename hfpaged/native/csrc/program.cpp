@@ -13,8 +13,10 @@
 #include "attention_plan.h"
 #include "isa.h"
 #include "program.h"
+#include "screen_memory.h"
 
 HFP_DECLARE_VARIANTS(void run_share(const Run& run, Share share))
+HFP_DECLARE_VARIANTS(int64_t screen_rows())
 
 namespace hfp {
 namespace {
@@ -52,8 +54,7 @@ struct Program {
   Routing routing = {};
   std::vector<float> best_logit;
   std::vector<int64_t> best_index;
-  std::vector<float> screen_bounds;
-  ScreenBounds bounds = {};
+  ScreenMemory screen;
 
   ~Program() {
     for (Buffer& buffer : buffers)
@@ -65,7 +66,7 @@ struct Program {
   void add_plan_for(const AttentionOp& op);
   int64_t rows_of(const Step& step, RowSet set) const;
   void reserve_routing(int64_t tokens);
-  void reserve_bounds(int threads);
+  void reserve_screen(const Step& step);
   bool reserve(const Step& step);
   StepLimits limits(const Step& step) const;
   HfpProgramStatus check(const Step& step) const;
@@ -107,13 +108,10 @@ void Program::reserve_routing(int64_t tokens) {
              weights + pairs, indices + 3 * pairs};
 }
 
-void Program::reserve_bounds(int threads) {
-  int64_t panels = 0;
+void Program::reserve_screen(const Step& step) {
+  if (step.logits || step.samples > HFP_PICK_VARIANT(screen_rows)()) return;
   for (const Op& op : ops)
-    if (op.kind == OpKind::kHead && op.head.screen.codes) panels = op.head.weight.panel_count();
-  if (!panels) return;
-  screen_bounds.resize(std::max<size_t>(screen_bounds.size(), (panels + threads) * kScreenRows));
-  bounds = {screen_bounds.data(), screen_bounds.data() + panels * kScreenRows};
+    if (op.kind == OpKind::kHead && op.head.screen.codes) screen.reserve(op.head, step.samples);
 }
 
 bool Program::reserve(const Step& step) {
@@ -132,7 +130,7 @@ bool Program::reserve(const Step& step) {
   reserve_routing(step.tokens);
   best_logit.resize(std::max<size_t>(best_logit.size(), step.threads * step.samples));
   best_index.resize(best_logit.size());
-  reserve_bounds(step.threads);
+  reserve_screen(step);
   units.resize(std::max(units.size(), ops.size() * step.threads));
   return true;
 }
@@ -268,7 +266,7 @@ void Program::run(Step& step) {
   Barrier barrier = {};
   Run run = {&step,    ops.data(),       buffers.data(), tables.data(), type,
              &barrier, attention.data(), units.data(),   routing,       best_logit.data(),
-             best_index.data(), bounds};
+             best_index.data(), screen.work()};
   step.cpu_seconds = run_shares(step.threads, barrier, [&](Share share) { run_share(run, share); });
   bool has_head = step.end_op > 0 && ops[step.end_op - 1].kind == OpKind::kHead;
   if (has_head) merge_argmax(run, barrier.threads);

@@ -263,7 +263,7 @@ struct Run {
   Routing routing;
   float* best_logit;         // [threads, samples]
   int64_t* best_index;       // [threads, samples]
-  ScreenBounds bounds;
+  ScreenWork* screen;
 
   HFP_ALWAYS_INLINE int64_t rows(RowSet set) const { return set == RowSet::kTokens ? step->tokens : step->samples; }
   HFP_ALWAYS_INLINE int64_t rows(int32_t buffer) const { return rows(buffers[buffer].rows); }

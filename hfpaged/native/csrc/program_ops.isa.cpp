@@ -179,22 +179,14 @@ void attend(AttentionWork& work) {
   }
 }
 
-// Returns false, on all threads alike, if there are no bounds.
 template <class T>
-bool screened_head(const Run& run, const HeadOp& op, const InputRows<T>& in, Share share, HeadEpilogue<T>& epilogue) {
-  ScreenedHead<T> screened(op, in);
-  if (!screened.can_bound()) return false;
-  int64_t panels = op.weight.panel_count(), begin = share.begin(panels), end = share.end(panels);
-  const ScreenBounds& bounds = run.bounds;
-  screened.bound(begin, end, bounds.most, bounds.least + share.index * kScreenRows);
+void screened_head(const Run& run, int32_t index, const InputRows<T>& in, Share share, HeadEpilogue<T>& epilogue) {
+  ScreenedHead<T> screened(run.ops[index].head, in, *run.screen);
+  screened.write_rows(share);
   wait_for_all(run.barrier);
-  float least[kScreenRows];
-  for (int r = 0; r < in.count; r++) {
-    least[r] = bounds.least[r];
-    for (int t = 1; t < share.count; t++) least[r] = fmaxf(least[r], bounds.least[t * kScreenRows + r]);
-  }
-  screened.multiply_rest(begin, end, bounds.most, least, epilogue);
-  return true;
+  work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) { screened.bound(begin, end); });
+  wait_for_all(run.barrier);
+  screened.multiply_rest(epilogue);
 }
 
 template <class T>
@@ -209,7 +201,7 @@ void head(const Run& run, int32_t index, Share share) {
   }
   InputRows<T> in = input_rows<T>(run, op.in);
   HeadEpilogue<T> epilogue = {op, best, best_index, run.step->logits};
-  if (is_screened(run, op) && screened_head(run, op, in, share, epilogue)) return;
+  if (is_screened(run, op)) return screened_head<T>(run, index, in, share, epilogue);
   work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
     multiply<T>(in, op.weight, begin, end, nullptr, epilogue);
   });
@@ -318,7 +310,9 @@ template <class T>
 int64_t shared_units(const Run& run, const Op& op) {
   switch (op.kind) {
     case OpKind::kProduct: return units_of<T>(run.rows(op.product.in), op.product.weight).count;
-    case OpKind::kHead: return units_of<T>(run.rows(op.head.in), op.head.weight).count;
+    case OpKind::kHead:
+      if (is_screened(run, op.head)) return ScreenedHead<T>::units(op.head, run.step->samples).count;
+      return units_of<T>(run.rows(op.head.in), op.head.weight).count;
     case OpKind::kRotateAndStore: return run.step->tokens * (op.rotate.shape.heads + op.rotate.shape.kv_heads);
     default: return 0;
   }
@@ -351,6 +345,8 @@ void run_ops(const Run& run, Share share) {
 }
 
 }  // namespace
+
+int64_t screen_rows() { return kScreenRows; }
 
 void run_share(const Run& run, Share share) {
   if (run.type == HFP_FP32) run_ops<float>(run, share);
