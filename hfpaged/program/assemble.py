@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hfpaged.program import abi
-from hfpaged.program.abi import Activation, Epilogue, OpKind, RowSet
+from hfpaged.program.abi import RowSet
 from hfpaged.program.admission import Gatekeeper
+from hfpaged.program.assemble_layer import LayerAssembler, LayerBuffers
 from hfpaged.program.assemble_parts import PartsAssembler, qkv_width
-from hfpaged.program.description import Experts, Layer, Linear, Mlp, Model, Norm
+from hfpaged.program.description import Experts, Mlp, Model
 from hfpaged.program.native_program import NativeProgram, OpRange
-from hfpaged.program.panels import interleaved_halves, side_by_side
 
 
 @dataclass(frozen=True)
@@ -28,17 +27,6 @@ class ProgramLayout:
     end: int
 
 
-@dataclass(frozen=True)
-class _Buffers:
-    hidden: int
-    normed: int
-    branch: int
-    qkv: int
-    attended: int
-    inner: int
-    sampled: int
-
-
 class Assembler:
     """Appends the operations of one model to an empty program. `assemble` is the entry point.
 
@@ -51,16 +39,16 @@ class Assembler:
         self.model = model
         self.gate = gate
         self._program = program
-        self._parts = PartsAssembler(program, gate)
         width = model.hidden_size
-        self._buffers = _Buffers(
+        self._sampled = program.add_buffer(width, RowSet.SAMPLES)
+        self._buffers = LayerBuffers(
+            width=width,
             hidden=program.add_buffer(width),
             normed=program.add_buffer(width),
             branch=program.add_buffer(width),
-            qkv=program.add_buffer(max(qkv_width(layer.attention) for layer in model.layers)),
-            attended=program.add_buffer(max(layer.attention.output.in_features for layer in model.layers)),
+            qkv=program.add_buffer(max(qkv_width(attention) for attention in model.attention_layers)),
+            attended=program.add_buffer(max(attention.output.in_features for attention in model.attention_layers)),
             inner=program.add_buffer(max(_inner_width(layer.mlp) for layer in model.layers)),
-            sampled=program.add_buffer(width, RowSet.SAMPLES),
         )
 
     def assemble(self) -> ProgramLayout:
@@ -72,88 +60,15 @@ class Assembler:
         model, buffers, program = self.model, self._buffers, self._program
         admission = self.gate.embedding(model.embedding)
         program.add_embedding(admission, model.embedding, buffers.hidden, model.embedding_scale)
+        assembler = LayerAssembler(program, self.gate, buffers)
         layers = []
         for index, layer in enumerate(model.layers):
-            first = program.num_ops
-            self._add_layer(index, layer)
-            layers.append(program.ops_since(first))
-        self._parts.norm(model.final_norm, buffers.hidden, buffers.sampled)
-        self._parts.head(model.head, model.logit_scaling, buffers.sampled)
+            table = program.rotary_table(layer.attention.rotary, layer.attention.rotation.form)
+            layers.append(assembler.add(layer, index, table).whole)
+        parts = PartsAssembler(program, self.gate)
+        parts.norm(model.final_norm, buffers.hidden, self._sampled)
+        parts.head(model.head, model.logit_scaling, self._sampled)
         return ProgramLayout(buffers.hidden, tuple(layers), program.num_ops)
-
-    def _add_layer(self, index: int, layer: Layer) -> None:
-        buffers = self._buffers
-        source = self._normalized(layer.attention_norm)
-        table = self._program.rotary_table(layer.attention.rotary, layer.attention.rotation.form)
-        self._parts.projected(layer.attention, index, table, source, buffers.qkv)
-        self._parts.attended(layer.attention, index, buffers.qkv, buffers.attended)
-        self._add_branch(layer, layer.attention.output, buffers.attended, layer.attention_out_norm, layer.parallel)
-        if not layer.shared_norm:
-            source = self._normalized(layer.mlp_norm)
-        if isinstance(layer.mlp, Experts):
-            self._add_experts(layer, layer.mlp, source)
-        else:
-            self._parts.mlp_inner(layer.mlp, source, buffers.inner)
-            self._add_branch(layer, layer.mlp.down, buffers.inner, layer.mlp_out_norm)
-
-    def _normalized(self, norm: Norm | None) -> int:
-        if norm is None:
-            return self._buffers.hidden
-        self._parts.norm(norm, self._buffers.hidden, self._buffers.normed)
-        return self._buffers.normed
-
-    def _add_norm_to_residual(self, norm: Norm, multiplier: float) -> None:
-        """hidden += norm(branch) * multiplier"""
-        weights, buffers = self._program.norm_weights(norm), self._buffers
-        struct = abi.NormOp(weights, buffers.branch, buffers.hidden, 0, 0, 1, norm.width, buffers.hidden, multiplier)
-        self._program.add(self.gate.norm(norm), OpKind.NORM, struct)
-
-    def _add_branch(
-        self, layer: Layer, linear: Linear, source: int, norm: Norm | None, first_of_two: bool = False
-    ) -> None:
-        """The projection that ends a branch: into the residual stream, or aside until the other branch joins it."""
-        width, buffers = self.model.hidden_size, self._buffers
-        if norm is not None or first_of_two:
-            self._parts.linear(linear, source, buffers.branch)
-            if norm is not None:
-                self._add_norm_to_residual(norm, layer.branch_multiplier)
-            return
-        weight = self._program.pack(side_by_side([linear]))
-        struct = abi.ProductOp(weight, source, buffers.hidden, width, Epilogue.RESIDUAL)
-        struct.multiplier = layer.branch_multiplier
-        struct.other = buffers.branch if layer.parallel else -1
-        self._program.add(self.gate.linear(linear, residual=True), OpKind.PRODUCT, struct)
-
-    def _add_experts(self, layer: Layer, moe: Experts, source: int) -> None:
-        """Router, pairs in the order of their experts, both products of every expert, and the sum of each token."""
-        program, width, count = self._program, self.model.hidden_size, len(moe.experts)
-        inner = moe.experts[0].down.in_features
-        logits = program.add_buffer(count)
-        pairs, pairs_inner = (program.add_buffer(size, RowSet.EXPERT_PAIRS) for size in (width, inner))
-        self._parts.linear(moe.router, source, logits)
-        routed = self.gate.router(moe)
-        route = abi.RouteOp(logits, count, moe.chosen, moe.normalize, moe.round_weights)
-        program.add(routed, OpKind.ROUTE, route)
-        program.add(routed, OpKind.ORDER_PAIRS, abi.OrderPairsOp(count, moe.chosen))
-        program.add(routed, OpKind.GATHER_PAIRS, abi.GatherPairsOp(source, pairs, width, moe.chosen))
-        self._add_expert_products(moe, (pairs, pairs_inner), (inner, width))
-        norm, buffers = layer.mlp_out_norm, self._buffers
-        out, residual = (buffers.hidden, buffers.hidden) if norm is None else (buffers.branch, -1)
-        combine = abi.CombineOp(pairs, out, width, moe.chosen, residual, layer.branch_multiplier)
-        program.add(routed, OpKind.COMBINE, combine)
-        if norm is not None:
-            self._add_norm_to_residual(norm, layer.branch_multiplier)
-
-    def _add_expert_products(self, moe: Experts, buffers: tuple[int, int], widths: tuple[int, int]) -> None:
-        program, count, experts = self._program, len(moe.experts), moe.experts
-        gate_up = program.weight_array([program.pack(interleaved_halves(each.gate, each.up)) for each in experts])
-        down = program.weight_array([program.pack(side_by_side([each.down])) for each in experts])
-        up_op = abi.ExpertsOp(gate_up, count, *buffers, widths[0], Epilogue.GATED, experts[0].activation)
-        down_op = abi.ExpertsOp(down, count, *reversed(buffers), widths[1], Epilogue.STORE, Activation.NONE)
-        up_admissions = [self.gate.gate_up(each) for each in experts]
-        down_admissions = [self.gate.linear(each.down) for each in experts]
-        program.add(up_admissions[0], OpKind.EXPERTS, up_op)
-        program.add(down_admissions[0], OpKind.EXPERTS, down_op)
 
 
 def _inner_width(mlp: Mlp | Experts) -> int:

@@ -86,7 +86,7 @@ class Verifier:
             before, after = (tensor.reshape(hidden.shape) for tensor in (call.input, call.result))
             hidden.copy_(before)
             self._run(ops)
-            errors = _row_errors(hidden, after, after.float() - before.float())
+            errors = row_errors(hidden, after, after.float() - before.float())
             # Where experts are chosen, a near tie may fall the other way: most rows must agree, not all.
             error = errors.quantile(0.7 if isinstance(layer.mlp, Experts) else 1.0).item()
             if not error <= _LAYER_TOLERANCE[hidden.dtype]:
@@ -94,7 +94,7 @@ class Verifier:
         hidden.copy_(calls[-1].result.reshape(hidden.shape))
         self._run(OpRange(last, self._layout.end))
         logits = self._trace.logits.float()
-        error = _row_errors(self._logits, logits, logits).max().item()
+        error = row_errors(self._logits, logits, logits).max().item()
         if not error <= _LAYER_TOLERANCE[hidden.dtype]:
             raise NotRecognized(f"the program's logits differ from the model's (error {error:.1e})")
 
@@ -116,7 +116,7 @@ def _scratch_cache(model: Model, batch: TraceBatch) -> list[tuple[torch.Tensor, 
     return [layout.views(torch.zeros(layout.memory_shape, dtype=model.dtype)) for layout in layouts]
 
 
-def _row_errors(got: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def row_errors(got: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """RMS of each row's difference relative to that of `scale`, less what rounding `expected` to its dtype costs."""
     got, epsilon = got.float(), torch.finfo(got.dtype).eps
 

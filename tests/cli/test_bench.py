@@ -10,6 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hfpaged.cli.bench import cpu_meter
+from hfpaged.cli.bench.command import make_engines
 from hfpaged.cli.bench.engines import ENGINES, Engine, EngineFailure
 from hfpaged.cli.bench.latency import Latency, TokenTimes, latency_table
 from hfpaged.cli.bench.measure import Measurement, check_lengths, measure
@@ -61,6 +62,15 @@ def test_every_engine_generates_as_many_tokens_as_asked(name: str, tiny_model: C
     engine = ENGINES[name](tiny_model("llama"))
     with engine:
         check_lengths(name, engine.run(WORK), WORK)
+
+
+def test_hfpaged_runs_on_each_tier_that_is_named(tiny_model: Callable[..., PreTrainedModel]) -> None:
+    arguments = SimpleNamespace(engines=("hf-static", "hfpaged"), tiers=("leaves", "auto"))
+    engines = make_engines(arguments, tiny_model("llama"))
+    assert [engine.name for engine in engines] == ["hf-static", "hfpaged, leaves", "hfpaged"]
+    with engines[1] as engine:
+        check_lengths(engine.name, engine.run(WORK), WORK)
+        assert engine.stats()["tier"] == "leaves"
 
 
 def test_each_turn_of_hfpaged_starts_with_an_empty_prefix_cache(tiny_model: Callable[..., PreTrainedModel]) -> None:

@@ -1,7 +1,7 @@
 """A process of its own that times decode steps: on the thread policy, and on fixed numbers of threads, in turns.
 
-Usage: step_times.py MODEL_DIRECTORY REQUESTS ROUNDS. Prints the mean seconds of a step as JSON:
-{"policy": s, "1": s, "2": s}.
+Usage: step_times.py MODEL_DIRECTORY REQUESTS ROUNDS TIER, a tier of program and leaves. Prints the mean seconds of a
+step as JSON: {"policy": s, "1": s, "2": s}.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+import hfpaged
 from hfpaged.cli.bench.profile import StepShape, make_batch, make_pool
 from hfpaged.program.program import StepProgram
-from hfpaged.program.threads import usable_cpus
+from hfpaged.program.threads import ThreadPolicy, usable_cpus
+
+Step = Callable[[ThreadPolicy], None]
 
 # Seconds of a turn: many periods of a CPU quota, so that each turn lives on what its own steps have left of it.
 POLICY_TURN, FIXED_TURN = 1.0, 0.5
@@ -27,20 +29,43 @@ THREADS = 2
 CONTEXT = 128
 
 
-def main(model_path: str, requests: int, rounds: int) -> dict[str, float]:
+def main(model_path: str, requests: int, rounds: int, tier: str) -> dict[str, float]:
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).eval()
-    programs = {str(n): StepProgram.build(model, n, min_thread_seconds=0) for n in range(1, THREADS + 1)}
-    programs["policy"] = StepProgram.build(model, min(THREADS, usable_cpus()))
-    shape = StepShape(requests, 1, CONTEXT)
-    batch, pool = make_batch(shape, model.config.vocab_size), make_pool(shape, programs["policy"].description)
-    samples = batch.query_start[1:].astype(np.int64) - 1
-    programs["1"].run(batch, pool, samples)
-    times: dict[str, list[float]] = {name: [] for name in programs}
+    policies = {str(n): ThreadPolicy(n, min_thread_seconds=0) for n in range(1, THREADS + 1)}
+    policies["policy"] = ThreadPolicy(min(THREADS, usable_cpus()))
+    step = {"program": program_step, "leaves": leaves_step}[tier](model, StepShape(requests, 1, CONTEXT))
+    step(policies["1"])
+    times: dict[str, list[float]] = {name: [] for name in policies}
     for _ in range(rounds):
-        for name, program in programs.items():
+        for name, policy in policies.items():
             turn = POLICY_TURN if name == "policy" else FIXED_TURN
-            times[name] += timed_steps(lambda run=program.run: run(batch, pool, samples), turn)
+            times[name] += timed_steps(lambda policy=policy: step(policy), turn)
     return {name: statistics.fmean(steps) for name, steps in times.items()}
+
+
+def program_step(model: PreTrainedModel, shape: StepShape) -> Step:
+    """Steps of the whole as one native program."""
+    program = StepProgram.build(model, THREADS)
+    batch, pool = make_batch(shape, model.config.vocab_size), make_pool(shape, program.description)
+
+    def step(policy: ThreadPolicy) -> None:
+        program._threads = policy
+        program.run(batch, pool, batch.logit_rows)
+
+    return step
+
+
+def leaves_step(model: PreTrainedModel, shape: StepShape) -> Step:
+    """Steps of native leaves, over an engine's pool."""
+    engine = hfpaged.engine(model.patch(tier="leaves"))
+    engine.submit([5, 6, 7], max_new_tokens=1).result()
+    tier, batch = engine._stepper.workspaces.current.tier, make_batch(shape, model.config.vocab_size)
+
+    def step(policy: ThreadPolicy) -> None:
+        tier._threads = policy
+        tier.run(batch, want_logits=False)
+
+    return step
 
 
 def timed_steps(step: Callable[[], Any], turn: float) -> list[float]:
@@ -54,4 +79,4 @@ def timed_steps(step: Callable[[], Any], turn: float) -> list[float]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])))

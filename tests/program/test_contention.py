@@ -50,14 +50,15 @@ def quota_of_one_and_a_half() -> Iterator[Callable[[], None]]:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) != 2, reason="written for two cores")
+@pytest.mark.parametrize("tier", ["program", "leaves"])
 @pytest.mark.parametrize("requests", [1, 64])
 @pytest.mark.parametrize("machine", [one_core_burned, one_core_allowed, quota_of_one_and_a_half])
-def test_within_15_percent_of_the_best_fixed_number_of_threads(machine, requests, smollm2_path):
+def test_within_15_percent_of_the_best_fixed_number_of_threads(machine, requests, tier, smollm2_path):
     with machine() as confine:
-        command = [sys.executable, str(SCRIPT), str(smollm2_path), str(requests), str(ROUNDS)]
+        command = [sys.executable, str(SCRIPT), str(smollm2_path), str(requests), str(ROUNDS), tier]
         answer = subprocess.run(command, preexec_fn=confine, capture_output=True, text=True)
     assert answer.returncode == 0, answer.stderr
     seconds = json.loads(answer.stdout)
     best = min(seconds["1"], seconds["2"])
-    print(f"{machine.__name__}, {requests} requests: {seconds}: {seconds['policy'] / best:.2f} times the best")
+    print(f"{tier}, {machine.__name__}, {requests} requests: {seconds}: {seconds['policy'] / best:.2f} times the best")
     assert seconds["policy"] <= 1.15 * best

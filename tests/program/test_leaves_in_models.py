@@ -18,8 +18,6 @@ import hfpaged
 from hfpaged.errors import ConfigError
 from hfpaged.runtime.leaf_tier import LeafTier
 
-WHOLE_LAYERS = ("attention", "mlp", "norm", "head")
-
 
 def build(family: str, dtype: torch.dtype = torch.float32, **fields) -> PreTrainedModel:
     """A tiny model whose norms and biases are not ones and zeros: those would hide a wrong formula."""
@@ -76,9 +74,46 @@ def test_fp32_text_is_the_same_alone_warm_and_in_chunks(family):
 def test_whole_layers_are_native(family):
     model = build(family).patch(tier="leaves")
     greedy(model)
-    assert set(native(model)) == set(WHOLE_LAYERS)
-    assert native(model)["attention"] == native(model)["mlp"] == 4
+    assert native(model) == {"layer": 4, "norm": 1, "head": 1}
     assert stats(model)["tier_refusals"] == {}
+
+
+@pytest.mark.parametrize(("family", "mlps"), [("mixtral", 0), ("gemma3n_text", 4)])
+def test_of_other_layers_whole_parts_are_native(family, mlps):
+    model = build(family).patch(tier="leaves")
+    assert_stock_text(model)
+    assert native(model)["layer"] == 0 and native(model)["mlp"] == mlps
+
+
+class RepeatedMlp(nn.Module):
+    """A decoder layer that recognition takes for the one inside it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden_states, **kwargs):
+        hidden = self.layer(hidden_states, **kwargs)
+        return hidden + 1e-3 * hidden
+
+
+def test_a_layer_that_adds_something_else_is_none():
+    model = build("llama")
+    model.model.layers[1] = RepeatedMlp(model.model.layers[1])
+    model.patch(tier="leaves")
+    assert_stock_text(model)
+    assert native(model)["layer"] == 3 and native(model)["attention"] == native(model)["mlp"] == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
+def test_bf16_text_is_that_of_the_step_program(family):
+    """Native layers run the operations of a step program, one layer at a time."""
+    model = build(family, torch.bfloat16)
+    texts = []
+    for tier in ("program", "leaves"):
+        with hfpaged.patched(model, tier=tier):
+            texts.append(greedy(model))
+    assert texts[0] == texts[1]
 
 
 def test_what_is_no_known_layer_has_native_parts():
@@ -207,7 +242,7 @@ def test_an_odd_linear_module_keeps_its_forward_and_the_others_are_leaves(change
     model.patch(tier="leaves")
     assert_stock_text(model)
     assert stats(model)["tier_refusals"][reason] == 1
-    assert native(model)["mlp"] == 3 and native(model)["linear"] == 2
+    assert native(model)["layer"] == 3 and native(model)["attention"] == 1 and native(model)["linear"] == 2
     assert "model.layers.1.mlp.up_proj" not in places(model)
 
 
@@ -237,7 +272,7 @@ class TestChangedWeights:
         for parameter in model.parameters():
             parameter.data.mul_(0.7)
         assert assert_stock_text(model) != before
-        assert tier_of(model)._leaves.native["mlp"] == 4
+        assert native(model)["layer"] == 4
 
     def test_that_no_guard_admits_any_more_are_not(self):
         model = build("llama").patch(tier="leaves")
@@ -246,5 +281,5 @@ class TestChangedWeights:
         with torch.no_grad():
             model.model.layers[2].mlp.up_proj.weight.mul_(-3)
         assert_stock_text(model)
-        assert native(model)["mlp"] == 3
+        assert native(model)["layer"] == 3 and native(model)["attention"] == 1 and native(model)["mlp"] == 0
         assert stats(model)["tier_refusals"]["linear: weight is a tensor subclass"] == 1

@@ -26,7 +26,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import transformers
@@ -34,7 +34,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfpaged.cli.arguments import add_model_options, positive_int
 from hfpaged.cli.bench.cpu_meter import DISTURBED_CORES, CpuMeter, is_disturbed
-from hfpaged.cli.bench.engines import ENGINES
+from hfpaged.cli.bench.engines import ENGINES, Engine, Hfpaged
 from hfpaged.cli.bench.latency import latency_table
 from hfpaged.cli.bench.measure import Measurement, measure
 from hfpaged.cli.bench.peaks import measure_peaks
@@ -43,6 +43,7 @@ from hfpaged.cli.bench.queues import QUEUES, profile_queue, queue_rows, queue_ta
 from hfpaged.cli.bench.report import Setting, json_lines, table, write_json
 from hfpaged.cli.bench.server import run_server
 from hfpaged.cli.bench.workload import KINDS, BenchRequest, make_workload, read_workload
+from hfpaged.config import TIERS
 from hfpaged.errors import InputError
 from hfpaged.models.loading import load, load_tokenizer, resolve, set_threads
 
@@ -67,6 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"in their order (default: {','.join(ENGINES)})",
     )
+    parser.add_argument(
+        "--tiers", type=tier_names, default=("auto",), metavar="A,B", help="run hfpaged on these tiers (default: auto)"
+    )
     parser.add_argument("--url", metavar="URL", help="time this OpenAI-compatible server instead; --model tokenizes")
     parser.add_argument(
         "--concurrency", type=positive_int, default=64, metavar="N", help="with --url: requests at a time (%(default)s)"
@@ -89,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if args.profile:
         return run_profile(args, model, threads)
     work = requests(args, tokenizer)
-    engines = [ENGINES[name](model) for name in args.engines]
+    engines = make_engines(args, model)
     for engine in engines:
         engine.watches_tokens = args.latency
     measurements = measure(engines, work, args.repeat, progress=lambda line: print(line, file=sys.stderr))
@@ -132,12 +136,32 @@ def run_profile(args: argparse.Namespace, model: PreTrainedModel, threads: int) 
     return 0
 
 
+def make_engines(args: argparse.Namespace, model: PreTrainedModel) -> list[Engine]:
+    """The engines that the arguments name, hfpaged once for each tier."""
+    engines: list[Engine] = []
+    for name in args.engines:
+        if name == Hfpaged.name:
+            engines += [Hfpaged(model, tier) for tier in args.tiers]
+        else:
+            engines.append(ENGINES[name](model))
+    return engines
+
+
 def engine_names(text: str) -> tuple[str, ...]:
     """An argparse type: a comma-separated list of ENGINES."""
+    return _names(text, "engine", ENGINES)
+
+
+def tier_names(text: str) -> tuple[str, ...]:
+    """An argparse type: a comma-separated list of TIERS."""
+    return _names(text, "tier", TIERS)
+
+
+def _names(text: str, kind: str, known: Collection[str]) -> tuple[str, ...]:
     names = tuple(text.split(","))
-    unknown = [name for name in names if name not in ENGINES]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown engine {unknown[0]!r}; known: {', '.join(ENGINES)}")
+        raise argparse.ArgumentTypeError(f"unknown {kind} {unknown[0]!r}; known: {', '.join(known)}")
     return names
 
 

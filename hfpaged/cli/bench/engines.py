@@ -68,8 +68,14 @@ class Hfpaged(Engine):
 
     name = "hfpaged"
 
+    def __init__(self, model: PreTrainedModel, tier: str = "auto"):
+        super().__init__(model)
+        self._tier = tier
+        if tier != "auto":
+            self.name = f"hfpaged, {tier}"
+
     def __enter__(self) -> Engine:
-        hfpaged.patch(self.model)
+        hfpaged.patch(self.model, tier=self._tier)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -28,6 +28,9 @@ struct SharedPlan {
   AttentionShape shape;
   int32_t window;
   std::unique_ptr<AttentionPlan> plan;
+  int64_t batch_number = 0;  // of the step that it was last built for
+
+  bool is_of(const Step& step) const { return step.batch_number && step.batch_number == batch_number; }
 
   bool serves(const AttentionOp& op) const {
     return shape.heads == op.shape.heads && shape.kv_heads == op.shape.kv_heads &&
@@ -84,7 +87,7 @@ int64_t stride_of(int64_t width, int64_t element_bytes) {
 void Program::add_plan_for(const AttentionOp& op) {
   for (const SharedPlan& plan : plans)
     if (plan.serves(op)) return;
-  plans.push_back({op.shape, op.window, std::make_unique<AttentionPlan>()});
+  plans.push_back({op.shape, op.window, std::make_unique<AttentionPlan>(), 0});
 }
 
 int64_t Program::rows_of(const Step& step, RowSet set) const {
@@ -204,11 +207,13 @@ int Program::plan_attention(const Step& step) {
     size_t index = 0;
     while (!plans[index].serves(op)) index++;
     AttentionPlan& plan = *plans[index].plan;
-    if (!built[index]) {
+    if (!built[index] && !plans[index].is_of(step)) {
+      plans[index].batch_number = 0;
       if (int status = check_attention(&work.args)) return status;
       plan.build(work.args, step.threads);
-      built[index] = true;
+      plans[index].batch_number = step.batch_number;
     }
+    built[index] = true;
     work.plan = plan.items();
     work.at_once = plan.items_at_once();
     work.next = 0;

@@ -197,6 +197,7 @@ struct Step {
   int32_t num_blocks;
   int32_t first_op, end_op;
   int32_t threads;
+  int64_t batch_number;  // equal ones have the same batch and threads, so that attention is planned once; 0: none
   double* op_seconds;  // [operations], to which the time of each is added; or null
   double cpu_seconds;  // out: CPU time of all threads; what they slept, or had no core, is not in it
 };

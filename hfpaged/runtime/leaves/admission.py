@@ -7,7 +7,7 @@ from torch import nn
 
 from hfpaged.fusion.registry import FusionRefused, FusionRegistry
 from hfpaged.program.admission import NORM_FUSIONS, Gatekeeper
-from hfpaged.program.description import Attention, Linear, Mlp, Norm
+from hfpaged.program.description import Attention, Layer, Linear, Mlp, Norm
 from hfpaged.program.norms import gamma_of
 
 
@@ -58,6 +58,17 @@ class LeafGate:
                 self.norm(norm, dtype)
         self.of(dtype).rotary(attention)
         self.of(dtype).attention(attention)
+
+    def layer(self, layer: Layer) -> None:
+        """A decoder layer with an MLP."""
+        self.attention(layer.attention)
+        self.mlp(layer.mlp)
+        dtype = layer.attention.query.weight.dtype
+        for norm in (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm):
+            if norm is not None:
+                self.norm(norm, dtype)
+        for linear in (layer.attention.output, layer.mlp.down):
+            self.of(dtype).linear(linear, residual=True)
 
     @staticmethod
     def _look_at(linear: Linear) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from hfpaged.program.description import NotRecognized
 from hfpaged.program.trace import Trace
+from hfpaged.program.verify import row_errors
 from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward
 from hfpaged.runtime.leaves.linear_leaf import linear_of
 from hfpaged.runtime.leaves.reference_attention import ReferenceAttention
@@ -46,16 +47,16 @@ class LeafComparison:
             NotRecognized: the forward fails.
         """
         self._differing, self._compared = {}, set()
-        pairs = [
-            (module, own_forward(module), leaf.forwards()[name])
+        pairs = {
+            module: self._both(module, leaf.forwards()[name], leaf.adds_to_input)
             for leaf in leaves
             for name, module in leaf.modules.items()
-        ]
+        }
         with torch.inference_mode(False), torch.no_grad(), self._step.attending_by(self._attention):
-            self._forward({module: self._both(module, own, native) for module, own, native in pairs})
-            for module, own, native in pairs:
+            self._forward(pairs)
+            for module, both in pairs.items():
                 if module not in self._compared:
-                    self._both(module, own, native)(_random_rows(module))
+                    both(_random_rows(module))
         return self._differing
 
     def _forward(self, forwards: dict[nn.Module, Forward]) -> None:
@@ -75,12 +76,16 @@ class LeafComparison:
             positions[-half:] = torch.arange(last - half, last)
         return positions
 
-    def _both(self, module: nn.Module, own: Forward, native: Forward) -> Forward:
+    def _both(self, module: nn.Module, native: Forward, adds_to_input: bool) -> Forward:
+        own = own_forward(module)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._compared.add(module)
             expected, states = self._run(own, args, kwargs)
             got, native_states = self._run(native, args, kwargs)
             self._require_equal(module, [got, *native_states], [expected, *states])
+            if adds_to_input:
+                self._require_equal_additions(module, got, expected, _activations(args, kwargs))
             args, kwargs = _louder(args, kwargs)
             loud, states = self._run(own, args, kwargs)
             got, native_states = self._run(native, args, kwargs)
@@ -101,6 +106,13 @@ class LeafComparison:
             if reason is not None:
                 self._differing[module] = f"{type(module).__name__} computes {reason}"
 
+    def _require_equal_additions(self, module: nn.Module, got: Any, expected: Any, start: torch.Tensor) -> None:
+        """As above, in what was added to `start`, less what rounding the sum costs."""
+        got, expected = (value[0] if isinstance(value, tuple) else value for value in (got, expected))
+        errors = row_errors(got, expected, expected.float() - start.float())
+        if not bool((errors <= _TOLERANCE[expected.dtype]).all()):
+            self._differing[module] = f"{type(module).__name__} adds other numbers"
+
 
 @contextmanager
 def _forwards(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
@@ -120,13 +132,16 @@ def _random_rows(module: nn.Module) -> torch.Tensor:
 
 
 def _louder(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The arguments with the activations, which are the first floating-point tensor, multiplied."""
-    values = [*args, *kwargs.values()]
-    for index, value in enumerate(values):
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            values[index] = value * _LOUDNESS
-            break
+    """The arguments with the activations multiplied."""
+    quiet = _activations(args, kwargs)
+    values = [value * _LOUDNESS if value is quiet else value for value in (*args, *kwargs.values())]
     return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+
+def _activations(args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The first floating-point tensor among the arguments."""
+    values = (*args, *kwargs.values())
+    return next(value for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
 
 
 def _difference(got: Any, expected: Any) -> str | None:

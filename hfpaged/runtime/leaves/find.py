@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -11,28 +12,33 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpaged.fusion.registry import FusionRefused
-from hfpaged.program.description import NotRecognized
+from hfpaged.program.description import Attention, Mlp, NotRecognized
 from hfpaged.program.norms import identify_norm
 from hfpaged.program.recognize_attention import recognize_attention
+from hfpaged.program.recognize_layer import LayerReader, layer_call
 from hfpaged.program.recognize_mlp import recognize_mlp
 from hfpaged.program.trace import AttentionCall, ModuleCall, Trace, same_memory
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.attention_leaf import AttentionLeaf
 from hfpaged.runtime.leaves.head_leaf import HeadLeaf
 from hfpaged.runtime.leaves.kernels import LeafKernels
+from hfpaged.runtime.leaves.layer_leaf import LayerLeaf
 from hfpaged.runtime.leaves.leaf import Leaf
 from hfpaged.runtime.leaves.linear_leaf import LINEAR_CLASSES, LinearLeaf, linear_of
 from hfpaged.runtime.leaves.mlp_leaf import MlpLeaf
 from hfpaged.runtime.leaves.norm_leaf import NormLeaf
 
+logger = logging.getLogger(__name__)
+
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 
 class LeafFinder:
-    """Builds the leaves of `model`, the largest first: attention layers and MLPs, then what these do not cover.
+    """Builds the leaves of `model`, the largest first: decoder layers, then attention layers and MLPs, then the rest.
 
     Attributes:
-        refusals: how many modules keep their own forward, by "kind: reason".
+        refusals: how many modules keep their own forward, by "kind: reason". A decoder layer is none of them: its
+            parts are, if they do.
     """
 
     def __init__(self, model: PreTrainedModel, trace: Trace, gate: LeafGate, kernels: LeafKernels):
@@ -51,7 +57,9 @@ class LeafFinder:
         """All leaves but those of `excluded` modules, whose parts may be leaves nevertheless."""
         excluded, self._covered, self._leaves = set(excluded), set(), []
         for call in self._trace.attention:
-            if call.module not in excluded:
+            self._find_layer(call, excluded)
+        for call in self._trace.attention:
+            if call.module not in self._covered | excluded:
                 self._try("attention", lambda call=call: self._attention(call))
         for module in self._model.modules():
             inner = self._mlp_calls(module)
@@ -75,20 +83,43 @@ class LeafFinder:
         except Exception as error:
             self.refuse(kind, f"{type(error).__name__}: {error}")
         else:
-            self._leaves.append(leaf)
-            for module in leaf.modules.values():
-                self._covered.update(module.modules())
+            self._take(leaf)
+
+    def _take(self, leaf: Leaf) -> None:
+        self._leaves.append(leaf)
+        for module in leaf.modules.values():
+            self._covered.update(module.modules())
+
+    def is_layer(self, module: nn.Module) -> bool:
+        """Whether it is a decoder layer, whose parts are looked at one by one if it is no leaf."""
+        return any(call.module in module.modules() and call.module is not module for call in self._trace.attention)
 
     def refuse(self, kind: str, reason: str) -> None:
         """Count a module that stays as it is; those of all layers together."""
         self.refusals[f"{kind}: {re.sub(r'[.][0-9]+[.]', '.*.', reason)}"] += 1
 
+    def _find_layer(self, traced: AttentionCall, excluded: set[nn.Module]) -> None:
+        """Take the whole decoder layer around an attention layer, if it is nothing but what leaves consist of."""
+        try:
+            call = layer_call(self._trace, traced)
+            if call.module not in excluded:
+                self._take(self._layer(call, traced))
+        except (FusionRefused, NotRecognized) as refused:
+            logger.debug("%s keeps its own forward: %s", type(traced.module).__name__, refused.reason)
+
+    def _layer(self, call: ModuleCall, traced: AttentionCall) -> Leaf:
+        layer = LayerReader(self._trace, call, traced).read()
+        if not isinstance(layer.mlp, Mlp):
+            raise NotRecognized(f"{call.name} has experts")
+        norms = (layer.attention_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
+        linears = (layer.mlp.gate, layer.mlp.up, layer.mlp.down)
+        parts = [part.module for part in (*norms, *linears) if part is not None]
+        self._require_no_more(call.module, [*parts, *_parts_of_attention(layer.attention)])
+        return LayerLeaf(layer, call, self._gate, self._kernels)
+
     def _attention(self, traced: AttentionCall) -> Leaf:
         attention = recognize_attention(self._trace, traced)
-        linears = (attention.query, attention.key, attention.value, attention.output)
-        norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
-        parts = [attention.module] if attention.sinks else []
-        self._require_no_more(attention.module, [*parts, *(part.module for part in (*linears, *norms))])
+        self._require_no_more(attention.module, _parts_of_attention(attention))
         call = self._calls[attention.module][0]
         return AttentionLeaf(attention, call, self._gate, self._kernels)
 
@@ -161,6 +192,13 @@ class LeafFinder:
         known = {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
         if not known.issuperset(id(parameter) for parameter in module.parameters()):
             raise NotRecognized(f"{type(module).__name__} has more parameters than were recognized")
+
+
+def _parts_of_attention(attention: Attention) -> list[nn.Module]:
+    """The modules whose own parameters are those of an attention layer."""
+    linears = (attention.query, attention.key, attention.value, attention.output)
+    norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
+    return [*([attention.module] if attention.sinks else []), *(part.module for part in (*linears, *norms))]
 
 
 def _has_one_argument(call: ModuleCall) -> bool:

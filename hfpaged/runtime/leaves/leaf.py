@@ -18,9 +18,11 @@ class Leaf(ABC):
     Attributes:
         kind: what the modules are, in a word.
         modules: by their names in the view.
+        adds_to_input: the result is the input and something more, which is what native and own result are compared in.
     """
 
     kind: str
+    adds_to_input = False
 
     def __init__(self, modules: Mapping[str, nn.Module]):
         self.modules = dict(modules)

@@ -57,6 +57,7 @@ class LeafProgram:
         self._row_numbers = _NO_ROWS
         self._plain = abi.Step()
         self._attending: abi.Step | None = None
+        self._batches = 0
 
     # ---- what leaves are made of ----
 
@@ -102,6 +103,8 @@ class LeafProgram:
         step = make_step(batch, self._cache, _NO_ROWS)
         # A row of the tables is of a token of the step, whatever its position.
         step.token_ids = None
+        self._batches += 1
+        step.batch_number = self._batches
         self._attending = self._numbered(step, step.tokens, "positions")
 
     def end(self) -> None:

@@ -80,8 +80,9 @@ class Leaves:
             if not found:
                 break
             differing |= found
-        for reason in differing.values():
-            finder.refuse("differs", reason)
+        for module, reason in differing.items():
+            if not finder.is_layer(module):
+                finder.refuse("differs", reason)
         return leaves
 
     def _install(self) -> None:
