@@ -50,15 +50,14 @@ class DrawSettings(NamedTuple):
             next((stage.min_p for stage in stages if type(stage) is MinP), None),
         )
 
-    def numbers(self, uniform: float) -> tuple[float, ...]:
-        """A column of `DrawTable.numbers`."""
+    @property
+    def filters(self) -> tuple[float, ...]:
+        """The first rows of a column of `DrawTable.numbers`."""
         return (
             1.0 if self.temperature is None else self.temperature,
             self.top_k or 0,
             -1.0 if self.top_p is None else 1 - self.top_p,
             self.min_p or 0.0,
-            uniform,
-            not self.is_argmax,
         )
 
 
@@ -92,14 +91,17 @@ class DrawTable(NamedTuple):
     @classmethod
     def of(cls, draws: Sequence[Draw]) -> DrawTable:
         """Lay draws out, each with the random number that `Sampler` would draw it with."""
-        uniforms = keyed_uniforms(
-            [draw.row.seed for draw in draws],
-            [draw.row.sample_index for draw in draws],
-            [draw.position for draw in draws],
-        )
-        numbers = np.empty((NUM_NUMBERS, len(draws)))
-        for index, draw in enumerate(draws):
-            numbers[:, index] = draw.settings.numbers(uniforms[index])
+        numbers = np.repeat(_NEUTRAL, len(draws), axis=1)
+        sampled = [index for index, draw in enumerate(draws) if not draw.settings.is_argmax]
+        if sampled:
+            chosen = [draws[index] for index in sampled]
+            numbers[:UNIFORM, sampled] = np.array([draw.settings.filters for draw in chosen]).T
+            numbers[UNIFORM, sampled] = keyed_uniforms(
+                [draw.row.seed for draw in chosen],
+                [draw.row.sample_index for draw in chosen],
+                [draw.position for draw in chosen],
+            )
+            numbers[IS_SAMPLED, sampled] = 1
         return cls(np.array([draw.logit_row for draw in draws], dtype=np.int64), numbers)
 
     @classmethod
