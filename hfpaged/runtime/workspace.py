@@ -160,7 +160,8 @@ def _blocks_for_memory(config: EngineConfig, device: torch.device, bytes_per_blo
                 f"kv_memory_gib={config.kv_memory_gib} is less than one block ({bytes_per_block / GIB:.4f} GiB)"
             )
         return blocks
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
+    has_own = device.type in ("cuda", "xpu")
+    free = torch.get_device_module(device).mem_get_info(device)[0] if has_own else free_host_memory()
     return max(1, min(MOST_DEFAULT_BLOCKS, int(free * DEFAULT_SHARE_OF_FREE_MEMORY) // bytes_per_block))
 
 

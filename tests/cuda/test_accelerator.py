@@ -1,4 +1,4 @@
-"""What the accelerator asks of PyTorch's CUDA API, in which order, by a recording stand-in for that API."""
+"""What the accelerator asks of PyTorch's API for CUDA, or XPU, in which order, by a recording stand-in for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from hfpaged.runtime.device.accelerator import CudaAccelerator
+from hfpaged.errors import ConfigError
+from hfpaged.runtime.device.accelerator import accelerator_for
 
 
 class Cuda:
@@ -50,8 +51,8 @@ class Graph:
     def __init__(self, cuda):
         self.cuda = cuda
 
-    def capture_begin(self, pool, capture_error_mode):
-        self.cuda.note("begins", pool, capture_error_mode)
+    def capture_begin(self, pool, **options):
+        self.cuda.note("begins", pool, options)
 
     def capture_end(self):
         if self.cuda.capture_fails:
@@ -111,29 +112,39 @@ class Target:
         return self
 
 
+@pytest.fixture(params=["cuda", "xpu"])
+def kind(request):
+    return request.param
+
+
 @pytest.fixture
-def cuda(monkeypatch):
-    cuda = Cuda()
-    monkeypatch.setattr(torch.cuda, "Stream", cuda.make_stream)
-    monkeypatch.setattr(torch.cuda, "stream", cuda.on)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(cuda, cuda.current, device))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: cuda.note("host waits for all"))
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(cuda))
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+def cuda(kind, monkeypatch):
+    cuda, api = Cuda(), getattr(torch, kind)
+    monkeypatch.setattr(api, "Stream", cuda.make_stream)
+    monkeypatch.setattr(api, "stream", cuda.on)
+    monkeypatch.setattr(api, "current_stream", lambda device: Stream(cuda, cuda.current, device))
+    monkeypatch.setattr(api, "synchronize", lambda device: cuda.note("host waits for all"))
+    monkeypatch.setattr(api, {"cuda": "CUDAGraph", "xpu": "XPUGraph"}[kind], lambda: Graph(cuda))
+    monkeypatch.setattr(api, "graph_pool_handle", lambda: "pool")
     return cuda
 
 
 @pytest.fixture
-def accelerator(cuda):
-    return CudaAccelerator(torch.device("cuda", 0))
+def accelerator(cuda, kind):
+    return accelerator_for(torch.device(kind, 0))
 
 
-def test_uploads_go_over_a_stream_of_their_own_and_the_step_waits_for_them(cuda, accelerator):
+def test_a_cpu_does_not_work_behind_the_host():
+    with pytest.raises(ConfigError, match="cpu is no device that works behind the host"):
+        accelerator_for(torch.device("cpu"))
+
+
+def test_uploads_go_over_a_stream_of_their_own_and_the_step_waits_for_them(cuda, accelerator, kind):
     accelerator.upload(Host(cuda))
     copying = cuda.log[0][0]
     assert copying != "ordinary"
     assert cuda.log == [
-        (copying, "copy to", "cuda:0", True),
+        (copying, "copy to", f"{kind}:0", True),
         ("ordinary", "waits for", copying),
         ("ordinary", "memory is read on", "ordinary"),
     ]
@@ -146,7 +157,7 @@ def test_memory_that_a_step_may_still_read_is_written_in_the_order_of_steps(cuda
     assert cuda.log[-1] == ("ordinary", "copy on the device", True)
 
 
-def test_blocks_go_out_beside_the_steps_and_come_back_behind_that(cuda, accelerator, monkeypatch):
+def test_blocks_go_out_beside_the_steps_and_come_back_behind_that(cuda, accelerator, monkeypatch, kind):
     monkeypatch.setattr(torch, "empty", lambda shape, dtype, pin_memory: PageLocked(cuda, pin_memory))
     host = accelerator.move_out(Source(cuda))
     moving = cuda.log[0][0]
@@ -160,7 +171,7 @@ def test_blocks_go_out_beside_the_steps_and_come_back_behind_that(cuda, accelera
     cuda.log.clear()
     accelerator.move_in(host)
     assert cuda.log == [
-        (moving, "copy to", "cuda:0", True),
+        (moving, "copy to", f"{kind}:0", True),
         ("ordinary", "waits for", moving),
         ("ordinary", "memory is read on", "ordinary"),
     ]
@@ -179,7 +190,7 @@ def test_work_beside_the_steps_is_waited_for_and_nothing_else(cuda, accelerator)
     assert cuda.log[-1] == ("ordinary", "memory is read on", "ordinary")
 
 
-def test_recordings_share_a_pool_and_leave_the_stream_as_it_was(cuda, accelerator):
+def test_recordings_share_a_pool_and_leave_the_stream_as_it_was(cuda, accelerator, kind):
     for _ in range(2):
         recording = accelerator.record()
         cuda.note("work")
@@ -189,7 +200,7 @@ def test_recordings_share_a_pool_and_leave_the_stream_as_it_was(cuda, accelerato
     assert recorded != "ordinary"
     assert cuda.log[: len(cuda.log) // 2] == [
         ("ordinary", "host waits for all"),
-        (recorded, "begins", "pool", "thread_local"),
+        (recorded, "begins", "pool", {"capture_error_mode": "thread_local"} if kind == "cuda" else {}),
         (recorded, "work"),
         (recorded, "ends"),
         ("ordinary", "replay"),

@@ -176,7 +176,7 @@ def test_rotations_run_by_the_kernel_and_give_the_same_text(machine, monkeypatch
         got = texts(model)
         # The stand-in is no machine that Triton's kernels run on.
         (refused,) = hfpaged.engine(model).stats()["tier_refusals"]
-        assert refused == "draws: the Triton kernels run on NVIDIA's and AMD's GPUs, not on cpu"
+        assert refused == "draws: the Triton kernels run on GPUs of NVIDIA, AMD and Intel, not on cpu"
     for prompt, one, wanted in zip(PROMPTS, got, want, strict=True):
         assert_close_text(model, prompt, one, wanted)
     checks, layers = model.config.num_hidden_layers, model.config.num_hidden_layers

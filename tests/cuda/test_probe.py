@@ -87,6 +87,22 @@ def test_the_next_best_backend_is_taken_and_the_reason_kept(gpu):
     assert "nvcc" in rejected["flashinfer"]
 
 
+def test_on_intels_cards_triton_is_tried_out(monkeypatch):
+    device, tried = torch.device("xpu"), []
+    monkeypatch.setattr(triton_backend, "trial_problem", lambda *args: tried.append(args))
+    monkeypatch.setattr(triton_probe, "package_problem", lambda: None)
+    found, rejected = find_backend("auto", device, torch.bfloat16, SHAPES, 16)
+    assert (found.name, rejected) == ("torch", {"triton": "PyTorch finds no usable GPU"})
+    assert not tried
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    found, rejected = find_backend("auto", device, torch.bfloat16, SHAPES, 16)
+    assert (found.name, rejected) == ("triton", {})
+    assert tried
+    monkeypatch.setattr(triton_backend, "trial_problem", lambda *_: "its kernels do not run here")
+    found, rejected = find_backend("auto", device, torch.bfloat16, SHAPES, 16)
+    assert (found.name, rejected) == ("torch", {"triton": "its kernels do not run here"})
+
+
 def test_without_triton_as_well_torch_is_left(gpu):
     gpu.setattr(probe, "find_nvcc", lambda: None)
     gpu.setattr(triton_probe, "package_problem", lambda: "Triton is not installed")

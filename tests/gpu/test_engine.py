@@ -81,6 +81,14 @@ def test_random_weights_in_real_shapes(gpu, shape, layers):
     assert (counted["capture_breaks"], counted["tier_refusals"]) == ({}, {})
 
 
+def test_layers_add_and_normalize_in_one_kernel(gpu):
+    model = random_model("tiny", gpu, torch.bfloat16)
+    with hfpaged.patched(model, num_blocks=512):
+        texts(model, random_prompts((5,)), 1)
+        fused = hfpaged.engine(model)._stepper.workspaces.current.tier._fused
+        assert fused.fused["layer"] == model.config.num_hidden_layers, fused.refusals
+
+
 def test_all_sizes_are_captured_ahead(device):
     model = random_model("tiny", device, torch.bfloat16)
     with hfpaged.patched(model, num_blocks=512, max_requests=8):

@@ -25,7 +25,7 @@ class TritonBackend(AheadBackend):
     """
 
     name = "triton"
-    device_types = frozenset({"cuda"})
+    device_types = frozenset({"cuda", "xpu"})
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int):
         super().__init__(device, dtype, block_size)

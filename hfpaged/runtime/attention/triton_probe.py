@@ -19,11 +19,11 @@ OLDEST_CAPABILITY, OLDEST_WITH_BFLOAT16 = (7, 5), (8, 0)
 
 def machine_problem(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why Triton's kernels cannot run on `device`, in one line; None: nothing is known that speaks against it."""
-    if device.type != "cuda":
-        return f"the Triton kernels run on NVIDIA's and AMD's GPUs, not on {device}"
-    if not torch.cuda.is_available():
+    if device.type not in ("cuda", "xpu"):
+        return f"the Triton kernels run on GPUs of NVIDIA, AMD and Intel, not on {device}"
+    if not torch.get_device_module(device).is_available():
         return "PyTorch finds no usable GPU"
-    if torch.version.hip is None:
+    if device.type == "cuda" and torch.version.hip is None:
         capability = torch.cuda.get_device_capability(device)
         oldest = OLDEST_WITH_BFLOAT16 if dtype is torch.bfloat16 else OLDEST_CAPABILITY
         if capability < oldest:

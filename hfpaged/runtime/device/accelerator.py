@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -91,21 +91,29 @@ class Accelerator(ABC):
         """Bytes of device memory that can still be taken."""
 
 
-class CudaAccelerator(Accelerator):
-    """A CUDA device, on the stream that is current on the calling thread."""
+class StreamAccelerator(Accelerator):
+    """A GPU, on the stream that is current on the calling thread.
 
-    def __init__(self, device: torch.device):
-        super().__init__(torch.device("cuda", torch.cuda.current_device()) if device.index is None else device)
-        self._copying = torch.cuda.Stream(self.device)
+    Args:
+        api: PyTorch's module for devices of its kind: `torch.cuda`, or `torch.xpu`, which has the same functions.
+        graph: of that module, how recorded work is called.
+        capture_options: of its `capture_begin`.
+    """
+
+    def __init__(self, device: torch.device, api: Any, graph: str, capture_options: Mapping[str, Any]):
+        super().__init__(torch.device(device.type, api.current_device()) if device.index is None else device)
+        self._api = api
+        self._graph, self._capture_options = graph, capture_options
+        self._copying = api.Stream(self.device)
         # Of its own: the few numbers that a step needs do not wait for blocks.
-        self._moving = torch.cuda.Stream(self.device)
-        self._beside = torch.cuda.Stream(self.device)
-        self._recording = torch.cuda.Stream(self.device)
+        self._moving = api.Stream(self.device)
+        self._beside = api.Stream(self.device)
+        self._recording = api.Stream(self.device)
         self._pool: Any = None
 
     def active(self) -> AbstractContextManager[Any]:
         """See `Accelerator.active`."""
-        return torch.cuda.device(self.device)
+        return self._api.device(self.device)
 
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Accelerator.pinned`."""
@@ -116,10 +124,10 @@ class CudaAccelerator(Accelerator):
         arrived = self._arrived(host, self._copying)
         return arrived if out is None else out.copy_(arrived, non_blocking=True)
 
-    def _arrived(self, host: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+    def _arrived(self, host: torch.Tensor, side: torch.Stream) -> torch.Tensor:
         """A copy that is made on another stream, and that the stream itself waits for."""
-        stream = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(side):
+        stream = self._api.current_stream(self.device)
+        with self._api.stream(side):
             arrived = host.to(self.device, non_blocking=True)
         stream.wait_stream(side)
         # As in `move_out`.
@@ -133,8 +141,8 @@ class CudaAccelerator(Accelerator):
     def move_out(self, source: torch.Tensor) -> torch.Tensor:
         """See `Accelerator.move_out`."""
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-        self._moving.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._moving):
+        self._moving.wait_stream(self._api.current_stream(self.device))
+        with self._api.stream(self._moving):
             host.copy_(source, non_blocking=True)
         # Its memory was taken on the other stream, which would take it again too early.
         source.record_stream(self._moving)
@@ -146,43 +154,43 @@ class CudaAccelerator(Accelerator):
 
     def mark(self) -> Mark:
         """See `Accelerator.mark`."""
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event = self._api.Event()
+        event.record(self._api.current_stream(self.device))
         return event
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
         """See `Accelerator.beside`."""
-        with torch.cuda.stream(self._beside):
+        with self._api.stream(self._beside):
             yield
         self._beside.synchronize()
 
     def hand_over(self, tensor: torch.Tensor) -> None:
         """See `Accelerator.hand_over`."""
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+        tensor.record_stream(self._api.current_stream(self.device))
 
     def record(self) -> Recording:
         """See `Accelerator.record`. All graphs share one memory pool: they never run at the same time."""
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return CudaRecording(self._recording, self._pool)
+            self._pool = self._api.graph_pool_handle()
+        self._api.synchronize(self.device)
+        graph = getattr(self._api, self._graph)()
+        return StreamRecording(graph, self._api.stream(self._recording), {"pool": self._pool, **self._capture_options})
 
     def free_memory(self) -> int:
         """See `Accelerator.free_memory`. What PyTorch has reserved and not used counts as free."""
-        free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        free, _ = self._api.mem_get_info(self.device)
+        return free + self._api.memory_reserved(self.device) - self._api.memory_allocated(self.device)
 
 
-class CudaRecording:
-    """A CUDA graph that is being captured on a stream. `torch.cuda.graph` would leave it current where that fails."""
+class StreamRecording:
+    """A graph that is being captured on a stream. PyTorch's `graph` would leave it current where that fails."""
 
-    def __init__(self, stream: torch.cuda.Stream, pool: Any):
-        torch.cuda.synchronize(stream.device)
-        self._graph = torch.cuda.CUDAGraph()
+    def __init__(self, graph: Any, stream: AbstractContextManager[Any], options: Mapping[str, Any]):
+        self._graph = graph
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.cuda.stream(stream))
-            # Other threads may use the device meanwhile; only what this one does is restricted.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            stack.enter_context(stream)
+            self._graph.capture_begin(**options)
             self._stream = stack.pop_all()
 
     def end(self) -> Callable[[], None]:
@@ -198,6 +206,9 @@ def accelerator_for(device: torch.device) -> Accelerator:
     Raises:
         ConfigError: the device computes when it is told to, as a CPU does, or is of an unknown kind.
     """
-    if device.type != "cuda":
-        raise ConfigError(f"{device} is no device that works behind the host")
-    return CudaAccelerator(device)
+    if device.type == "cuda":
+        # Other threads may use the device while work is recorded; only what this one does is restricted.
+        return StreamAccelerator(device, torch.cuda, "CUDAGraph", {"capture_error_mode": "thread_local"})
+    if device.type == "xpu":
+        return StreamAccelerator(device, torch.xpu, "XPUGraph", {})
+    raise ConfigError(f"{device} is no device that works behind the host")

@@ -70,6 +70,48 @@ def last_threshold(
 
 
 @triton.jit
+def highest_of(logits, vocabulary, inverse, BLOCK: tl.constexpr):
+    """The highest score, and how many are NaN or +inf."""
+    lanes = tl.arange(0, BLOCK)
+    maxima = tl.full([BLOCK], -float("inf"), tl.float32)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        scores = scores_of(logits, start + lanes, vocabulary, inverse)
+        is_wrong = (scores != scores) | (scores == float("inf"))
+        wrong += is_wrong.to(tl.int32)
+        maxima = tl.maximum(maxima, tl.where(is_wrong, -float("inf"), scores))
+    return tl.max(maxima, 0), tl.sum(wrong, 0)
+
+
+@triton.jit
+def weight_between(logits, vocabulary, inverse, highest, low, high, BLOCK: tl.constexpr):
+    """What the scores from `low` on and below `high` weigh, and how many are `high`."""
+    lanes = tl.arange(0, BLOCK)
+    weight = tl.zeros([BLOCK], tl.int64)
+    count = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, vocabulary, BLOCK):
+        scores = scores_of(logits, start + lanes, vocabulary, inverse)
+        weight += tl.where((scores >= low) & (scores < high), weights_of(scores, highest), 0)
+        count += (scores == high).to(tl.int64)
+    return tl.sum(weight, 0), tl.sum(count, 0)
+
+
+@triton.jit
+def cut_of(
+    logits, vocabulary, inverse, highest, kth, rest, BLOCK: tl.constexpr, WAYS: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """The lowest score of which top-p keeps any, and how many of those equal to it go: the ones with the lowest ids."""
+    whole, _ = weight_between(logits, vocabulary, inverse, highest, kth, float("inf"), BLOCK)
+    bound = (rest * whole.to(tl.float64)).to(tl.int64)
+    cut = last_threshold(logits, vocabulary, inverse, highest, kth, bound, True, BLOCK, WAYS, BITS)
+    # With top_p = 0 all would go.
+    cut = tl.minimum(cut, highest)
+    below, ties = weight_between(logits, vocabulary, inverse, highest, kth, cut, BLOCK)
+    removed = (bound - below) // tl.maximum(weights_of(cut, highest), 1)
+    return cut, tl.minimum(removed, ties - 1)
+
+
+@triton.jit
 def kept_weights(scores, ids, highest, kth, cut, removed, min_p, ties_before, vocabulary):
     """float64 weights of the scores that all filters keep, 0 for others; and the scores equal to the cut so far."""
     is_tie = scores == cut
@@ -81,14 +123,41 @@ def kept_weights(scores, ids, highest, kth, cut, removed, min_p, ties_before, vo
 
 
 @triton.jit
+def token_of(
+    logits, vocabulary, inverse, highest, kth, cut, removed, min_p, uniform, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The first, by id, at which the sum of the kept weights exceeds the random number times all of it."""
+    lanes = tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float64)
+    ties_before, last = removed * 0, tl.full([BLOCK], -1, tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        ids = start + lanes
+        scores = scores_of(logits, ids, vocabulary, inverse)
+        weights, ties_before = kept_weights(scores, ids, highest, kth, cut, removed, min_p, ties_before, vocabulary)
+        sums += weights
+        last = tl.where(weights > 0, ids, last)
+    target = uniform * tl.sum(sums, 0)
+    # The last kept one, should rounding have it that the sum of all does not exceed its part.
+    token = tl.max(last, 0)
+    ties_before, before = removed * 0, target * 0
+    for start in range(0, vocabulary, BLOCK):
+        ids = start + lanes
+        scores = scores_of(logits, ids, vocabulary, inverse)
+        weights, ties_before = kept_weights(scores, ids, highest, kth, cut, removed, min_p, ties_before, vocabulary)
+        exceeds = (weights > 0) & (before + tl.cumsum(weights, 0) > target)
+        token = tl.minimum(token, tl.min(tl.where(exceeds, ids, vocabulary), 0))
+        before += tl.sum(weights, 0)
+    return token
+
+
+@triton.jit
 def draw_kernel(
     logits, argmax, numbers, tokens, vocabulary, count, logits_stride_n,
     BLOCK: tl.constexpr, WAYS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Draw the token of one row; -1 if its scores have NaN or +inf, or nothing but -inf. Grid: (count,).
 
-    `numbers` are those of a `DrawTable`. The token is the first, by id, at which the sum of the kept weights exceeds
-    the random number times all of it.
+    `numbers` are those of a `DrawTable`.
     """
     row = tl.program_id(0)
     temperature, top_k = tl.load(numbers + row), tl.load(numbers + count + row).to(tl.int64)
@@ -100,65 +169,15 @@ def draw_kernel(
     logits += row.to(tl.int64) * logits_stride_n
     # Through the reciprocal, rounded as PyTorch rounds it.
     inverse = (1.0 / temperature.to(tl.float32).to(tl.float64)).to(tl.float32)
-    lanes = tl.arange(0, BLOCK)
-
-    maxima = tl.full([BLOCK], -float("inf"), tl.float32)
-    wrong = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        scores = scores_of(logits, start + lanes, vocabulary, inverse)
-        is_wrong = (scores != scores) | (scores == float("inf"))
-        wrong += is_wrong.to(tl.int32)
-        maxima = tl.maximum(maxima, tl.where(is_wrong, -float("inf"), scores))
-    highest = tl.max(maxima, 0)
-    if (tl.sum(wrong, 0) > 0) | (highest == -float("inf")):
+    highest, wrong = highest_of(logits, vocabulary, inverse, BLOCK)
+    if (wrong > 0) | (highest == -float("inf")):
         tl.store(tokens + row, tl.full([], -1, tl.int64))
         return
-
     kth = highest * 0 - float("inf")
     if (top_k > 0) & (top_k < vocabulary):
         kth = last_threshold(logits, vocabulary, inverse, highest, kth, top_k, False, BLOCK, WAYS, BITS)
-
     cut, removed = highest * 0 - float("inf"), top_k * 0
     if rest >= 0:
-        sums = tl.zeros([BLOCK], tl.int64)
-        for start in range(0, vocabulary, BLOCK):
-            scores = scores_of(logits, start + lanes, vocabulary, inverse)
-            sums += tl.where(scores >= kth, weights_of(scores, highest), 0)
-        bound = (rest * tl.sum(sums, 0).to(tl.float64)).to(tl.int64)
-        cut = last_threshold(logits, vocabulary, inverse, highest, kth, bound, True, BLOCK, WAYS, BITS)
-        cut = tl.minimum(cut, highest)
-        # Of the scores equal to the cut, those with the lowest ids go, as far as the bound allows.
-        sums = tl.zeros([BLOCK], tl.int64)
-        ties = tl.zeros([BLOCK], tl.int64)
-        for start in range(0, vocabulary, BLOCK):
-            scores = scores_of(logits, start + lanes, vocabulary, inverse)
-            sums += tl.where((scores >= kth) & (scores < cut), weights_of(scores, highest), 0)
-            ties += (scores == cut).to(tl.int64)
-        removed = (bound - tl.sum(sums, 0)) // tl.maximum(weights_of(cut, highest), 1)
-        removed = tl.minimum(removed, tl.sum(ties, 0) - 1)
-
-    sums = tl.zeros([BLOCK], tl.float64)
-    ties_before, last = top_k * 0, tl.full([BLOCK], -1, tl.int32)
-    for start in range(0, vocabulary, BLOCK):
-        ids = start + lanes
-        scores = scores_of(logits, ids, vocabulary, inverse)
-        weights, ties_before = kept_weights(
-            scores, ids, highest, kth, cut, removed, min_p, ties_before, vocabulary
-        )  # fmt: skip
-        sums += weights
-        last = tl.where(weights > 0, ids, last)
-    target = uniform * tl.sum(sums, 0)
-
-    # The last kept one, should rounding have it that the sum of all does not exceed its part.
-    token = tl.max(last, 0)
-    ties_before, before = top_k * 0, target * 0
-    for start in range(0, vocabulary, BLOCK):
-        ids = start + lanes
-        scores = scores_of(logits, ids, vocabulary, inverse)
-        weights, ties_before = kept_weights(
-            scores, ids, highest, kth, cut, removed, min_p, ties_before, vocabulary
-        )  # fmt: skip
-        exceeds = (weights > 0) & (before + tl.cumsum(weights, 0) > target)
-        token = tl.minimum(token, tl.min(tl.where(exceeds, ids, vocabulary), 0))
-        before += tl.sum(weights, 0)
+        cut, removed = cut_of(logits, vocabulary, inverse, highest, kth, rest, BLOCK, WAYS, BITS)
+    token = token_of(logits, vocabulary, inverse, highest, kth, cut, removed, min_p, uniform, BLOCK)
     tl.store(tokens + row, token.to(tl.int64))
