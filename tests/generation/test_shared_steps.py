@@ -12,7 +12,7 @@ import hfpaged
 
 PROMPTS = random_prompts((9, 4, 17), seed=6)
 OPTIONS = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
-LONG = 200
+LONG = 300
 MODES = {
     "beams": {"num_beams": 3},
     "beam sample": {"num_beams": 2, "do_sample": True, "top_k": 4},
@@ -26,7 +26,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_every_step_has_the_plain_requests_token_too(pair, mode):
     """So as many steps run as the plain request has tokens, and one or two that read its prompt."""
-    call = {**left_padded(PROMPTS), "max_new_tokens": 12, **OPTIONS, **MODES[mode]}
+    call = {**left_padded(PROMPTS), "max_new_tokens": 4, **OPTIONS, **MODES[mode]}
     want_plain = alone(pair.stock, PROMPTS[0], max_new_tokens=LONG, **OPTIONS)
     torch.manual_seed(0)
     want = pair.paged.generate(**call)
