@@ -16,6 +16,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 import hfpaged
+from hfpaged.generation.adapters import carry_names
 from hfpaged.generation.readers import reader_released
 from hfpaged.integrations.example import load, parse, require
 from hfpaged.patching import is_patched
@@ -40,8 +41,7 @@ def _generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     # PEFT checks some things before it calls the model's own method, which looks after its readers itself.
     with reader_released(GenerationMixin.generate, (self, *args), kwargs):
         if kwargs.get("adapter_names") is not None and _can_carry_names(self, kwargs):
-            names = list(kwargs.pop("adapter_names"))
-            kwargs["hfpaged"] = {"adapter": names, **(kwargs.get("hfpaged") or {})}
+            carry_names(kwargs, list(kwargs.pop("adapter_names")))
         return self._hfpaged_original_class.generate(self, *args, **kwargs)
 
 

@@ -37,6 +37,18 @@ def row_adapters(model: nn.Module, call: GenerateCall) -> list[str] | None:
     return list(names)
 
 
+def carry_names(kwargs: dict[str, Any], names: list[str]) -> None:
+    """Put PEFT's names among the options of a call of `generate` with these arguments.
+
+    Raises:
+        UnsupportedOptionError: the options name adapters, too.
+    """
+    options = kwargs.get("hfpaged") or {}
+    if options.get("adapter") is not None:
+        raise UnsupportedOptionError("adapters are named by adapter_names and by hfpaged={'adapter': ...}; keep one")
+    kwargs["hfpaged"] = {**options, "adapter": names}
+
+
 class RowNames:
     """A forward pre-hook on a layer of the live model: Transformers' own forwards of one call mix adapters.
 

@@ -2,7 +2,8 @@
 
 Transformers does all preparation (config merging, lengths, expansion, processors, criteria) and then looks the
 decoding method up on the class. Only those methods are overridden; whatever the engine does not take goes on to stock.
-Around `generate` itself there is no more than the care for who reads from the streamer of a call that fails.
+Around `generate` itself there is only care for who reads from the streamer of a call that fails, and for the adapters
+that PEFT names in hooks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import (
 
 from hfpaged.compat import cache_field
 from hfpaged.errors import NotPatchedError, UnsupportedOptionError
-from hfpaged.generation.adapters import row_adapters, rows_named
+from hfpaged.generation.adapters import carry_names, row_adapters, rows_named
 from hfpaged.generation.beam_search import BeamSearch
 from hfpaged.generation.call import GenerateCall, PreparedCriteria, PreparedProcessors, RequestOptions
 from hfpaged.generation.engine import Engine
@@ -136,7 +137,7 @@ def _adapters_of_call(model: PreTrainedModel, kwargs: dict[str, Any]) -> Iterato
         return
     with engine.hooked_names.claimed(model) as names:
         if names is not None and kwargs.get("custom_generate") is None:
-            kwargs["hfpaged"] = {"adapter": names, **(kwargs.get("hfpaged") or {})}
+            carry_names(kwargs, names)
         yield
 
 

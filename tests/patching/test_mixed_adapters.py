@@ -215,6 +215,8 @@ def test_what_cannot_be_mixed_is_refused_by_name(adapted, model):
         adapted.generate(**left_padded(PROMPTS), **OPTIONS, hfpaged={"adapter": ["red", "blue"]})
     with pytest.raises(UnsupportedOptionError, match="must be a name"):
         engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": 3})
+    with pytest.raises(UnsupportedOptionError, match="keep one"):
+        adapted.generate(**left_padded(PROMPTS), **OPTIONS, adapter_names=NAMES, hfpaged={"adapter": "red"})
     adapted.merge_adapter()
     with pytest.raises(UnsupportedOptionError, match="unmerge"):
         engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "red"})
