@@ -23,16 +23,19 @@ def run(args: argparse.Namespace) -> int:
     """Returns 0.
 
     Raises:
-        InputError: there is no such directory.
+        InputError: there is no such directory, or no checkpoint in it.
         CheckpointError: the checkpoint contradicts itself.
     """
     import torch
 
+    from hfpaged.quantization.checkpoint import CONFIG_FILE
     from hfpaged.quantization.inspection import Inspection
     from hfpaged.runtime.attention.flashinfer_probe import compute_capability, machine_problem
 
     if not args.path.is_dir():
-        raise InputError(f"{args.path} is no directory")
+        raise InputError(f"{args.path} is no directory; what is on the hub has to be downloaded first")
+    if not (args.path / CONFIG_FILE).is_file():
+        raise InputError(f"{args.path} has no {CONFIG_FILE}, so it is no checkpoint")
     capability = compute_capability(torch.device("cuda")) if torch.cuda.is_available() else None
     for line in Inspection(args.path, capability).lines(every_module=args.all):
         print(line)

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     from hfpaged.quantization.record import WeightFormat
 
     if not args.source.is_dir():
-        raise InputError(f"{args.source} is no directory")
+        raise InputError(f"{args.source} is no directory; what is on the hub has to be downloaded first")
     if args.target.resolve() == args.source.resolve():
         raise InputError("source and target are the same directory")
     conversion = Conversion(args.source, args.target, WeightFormat(args.format))
@@ -43,6 +43,12 @@ def run(args: argparse.Namespace) -> int:
         conversion.run(lambda name: bar.update())
     error = conversion.error
     worst, layer = error.worst
-    print(f"{args.target}: {args.format}, error of the weights {error.relative:.4f} relative to the source")
-    print(f"largest in {layer}: {worst:.4f}")
+    before, after = (_mebibytes(folder) for folder in (args.source, args.target))
+    print(f"{args.target}: {args.format}, {after:.1f} MiB instead of {before:.1f} MiB")
+    print(f"error of the packed weights relative to the source: {error.relative:.4f}, at most {worst:.4f} in {layer}")
+    print(f'to load it: hfpaged.from_pretrained("{args.target}")')
     return 0
+
+
+def _mebibytes(folder: Path) -> float:
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 2**20

@@ -38,7 +38,9 @@ def test_quantize_writes_a_checkpoint_that_loads_packed(source, tmp_path, capsys
     target = tmp_path / form
     assert main(["quantize", str(source), str(target), "--format", form]) == 0
     printed = capsys.readouterr().out
-    error = float(printed.split("error of the weights ")[1].split()[0])
+    error = float(printed.split("relative to the source: ")[1].split(",")[0])
+    before, after = (sum(file.stat().st_size for file in one.glob("*.safetensors")) for one in (source, target))
+    assert f"{after / 2**20:.1f} MiB instead of {before / 2**20:.1f} MiB" in printed and after < before
     assert error == pytest.approx(EXPECTED_ERROR[form], abs=0.04)
     model = hfpaged.from_pretrained(target, dtype=torch.float32)
     dense = hfpaged.from_pretrained(source, dtype=torch.float32)
@@ -136,6 +138,11 @@ def test_inspect_lists_modules_one_by_one_and_the_bytes_are_those_on_disk(tmp_pa
     tensors = load_file(saved.folder / "model.safetensors")
     total = sum(value.nbytes for value in tensors.values()) / 2**20
     assert f"{total:.1f} MiB" in printed.splitlines()[0]
+
+
+def test_inspect_of_what_is_no_checkpoint(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) != 0
+    assert "has no config.json, so it is no checkpoint" in capsys.readouterr().err
 
 
 def test_inspect_of_a_dense_checkpoint(source, capsys):
