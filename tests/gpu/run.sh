@@ -58,7 +58,7 @@ cd hfpaged || exit 2
 section environment 40 python3 -m hfpaged.cli.main env
 case "$mode" in
     --dry-run)
-        section checks 900 "${tests[@]}" tests/gpu -k "float16 or (families and llama) or (replays and sampling0) or no_step_waits or ahead or guesses or mixtures"
+        section checks 900 "${tests[@]}" tests/gpu -k "float16 or (families and llama) or (replays and sampling0) or no_step_waits or ahead or guesses or mixtures or products"
         ;;
     *) section checks 210 "${tests[@]}" "${parallel[@]}" tests/gpu ;;
 esac
