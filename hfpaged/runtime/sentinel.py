@@ -80,10 +80,15 @@ class Sentinel:
         Raises:
             CorruptOutputError, FusionsDisagree: as `compare`.
         """
-        if output.logits is None and output.argmax is not None and bool((output.argmax == 0).any()):
+        if output.logits is None and output.argmax is not None:
             # The argmax of numbers that are none is 0. Only the logits tell it from a text that has token 0.
+            zeros = [Suspect(row, 0) for row, token in enumerate(output.argmax.tolist()) if token == 0]
+            if not zeros:
+                return
+            plan, _ = _only(plan, zeros)
             output = workspace.runner.recompute(plan, workspace.tier)
-        self._ask(workspace, [plan], [Suspect(row, None) for row in _corrupt_rows(output)])
+        plan, suspects = _only(plan, [Suspect(row, None) for row in _corrupt_rows(output)])
+        self._ask(workspace, [plan], suspects)
 
     def check_tokens(
         self, workspace: Workspace, plan: Plan, live: Mapping[int, LiveRequest], outcomes: Sequence[Outcome]
@@ -99,6 +104,7 @@ class Sentinel:
             one = live[request_id]
             if len(rows) == 1 and _repeats_itself(one, tokens.get(id(one), [])):
                 suspects.append(Suspect(rows.start, tokens[id(one)][-1]))
+        plan, suspects = _only(plan, suspects)
         self._ask(workspace, [plan], suspects)
 
     def check_launched(self, workspace: Workspace, step: LaunchedStep, live: Mapping[int, LiveRequest]) -> None:
@@ -187,6 +193,21 @@ def _corrupt_rows(output: StepOutput) -> list[int]:
         return []
     # The largest is NaN where any is, and infinite where one is too large or all are masked.
     return torch.nonzero(~torch.isfinite(output.logits.amax(-1).float())).flatten().tolist()
+
+
+def _only(plan: Plan, suspects: Sequence[Suspect]) -> tuple[Plan, list[Suspect]]:
+    """The part of a step that computes suspects, which are a few of many rows, and they by its rows."""
+    entries, moved = [], []
+    first = rows_before = 0
+    for entry in plan.entries:
+        rows = range(first, first + entry.logits_for)
+        found = [Suspect(one.row - first + rows_before, one.token) for one in suspects if one.row in rows]
+        if found:
+            entries.append(entry)
+            moved += found
+            rows_before += len(rows)
+        first = rows.stop
+    return Plan(plan.step, tuple(entries)), moved
 
 
 def _suspects_of_launched(

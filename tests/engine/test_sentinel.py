@@ -11,6 +11,7 @@ import hfpaged
 from hfpaged.errors import CorruptOutputError
 from hfpaged.native import library
 from hfpaged.runtime.leaf_tier import LeafTier
+from hfpaged.runtime.runner import Runner
 from hfpaged.runtime.sentinel import REPEATS
 from hfpaged.runtime.tier_choice import FUSIONS_OFF
 from hfpaged.runtime.tiers import ProgramTier, StepOutput
@@ -132,3 +133,23 @@ def test_once_off_fusions_stay_off_for_later_requests(model, monkeypatch):
         again = engine.submit(PROMPTS[0], max_new_tokens=4, eos_token_id=None).result(timeout=60)
         assert again == first
         assert engine.stats()["tier"] == "modules" and engine.stats()["sentinel_corruptions"] == 1
+
+
+def test_only_rows_with_token_0_are_computed_again(model, stock_greedy, monkeypatch):
+    """Their argmax is what that of numbers which are none would be."""
+    first = stock_greedy(model, PROMPTS[0], 1)[0]
+    with torch.no_grad():
+        model.lm_head.weight[[0, first]] = model.lm_head.weight[[first, 0]]
+    expected = [stock_greedy(model, prompt, 1) for prompt in PROMPTS]
+    assert expected[0] == [0] and expected[1] != [0]
+    sizes = []
+    recompute = Runner.recompute
+
+    def noted(self, plan, tier):
+        sizes.append(len(plan.entries))
+        return recompute(self, plan, tier)
+
+    monkeypatch.setattr(Runner, "recompute", noted)
+    results, stats = run(model, 1, sentinel=True)
+    assert results == expected and sizes == [1]
+    assert stats["sentinel_checks"] == 0
