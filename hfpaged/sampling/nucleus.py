@@ -134,5 +134,5 @@ def _likeliest(scores: Scores, band: _Band, count: int) -> Mask:
     kept = scores >= least
     surplus = int(np.count_nonzero(kept)) - count
     if surplus:
-        kept[np.flatnonzero(scores == least)[:surplus]] = False
+        kept[(scores == least).nonzero()[0][:surplus]] = False
     return kept
