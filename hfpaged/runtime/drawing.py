@@ -62,6 +62,18 @@ def score_prompts(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutpu
     return found
 
 
+def offer_logits(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput) -> None:
+    """Give the callers of steered requests their rows of the logits."""
+    if output.logits is None:
+        return
+    sampled = [(live[request_id], rows) for rows, request_id in plan.sampled_rows()]
+    steered = [(one, rows) for one, rows in sampled if one.spec.steered]
+    # A view spares the copy but keeps the whole step's logits alive: only where most of them are theirs.
+    copy = bool(steered) and 2 * sum(len(rows) for _, rows in steered) < len(output.logits)
+    for one, rows in steered:
+        one.handle.offer_logits(output.logits[rows.start : rows.stop].to(torch.float32, copy=copy))
+
+
 def draw_tokens(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput, sampler: Sampler) -> list[Outcome]:
     """Draw for every request that caught up, steered ones excepted."""
     requests = [(live[request_id], rows) for rows, request_id in plan.sampled_rows()]

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-import torch
 from transformers import PreTrainedModel
 
 from hfpaged.config import EngineConfig
@@ -29,7 +28,7 @@ from hfpaged.quantization.summary import is_quantized
 from hfpaged.runtime.device.launched_step import NOTHING_TO_DRAW, LaunchedStep
 from hfpaged.runtime.device.settlement import settle
 from hfpaged.runtime.draft_model import DraftModel
-from hfpaged.runtime.drawing import Outcome, draw_tokens, score_prompts, wants_logits
+from hfpaged.runtime.drawing import Outcome, draw_tokens, offer_logits, score_prompts, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.model_watch import ModelWatch
@@ -255,18 +254,7 @@ class Stepper:
                 self._speculation.learn(request.id, request.draft_tokens, accepted.get(request.id, 0))
         workspace.scheduler.commit(plan, sampled, accepted)
         workspace.runner.commit(plan)
-        self._offer_logits(plan, output)
-
-    def _offer_logits(self, plan: Plan, output: StepOutput) -> None:
-        """Give steered requests their rows of the logits."""
-        if output.logits is None:
-            return
-        sampled = [(self.live[request_id], rows) for rows, request_id in plan.sampled_rows()]
-        steered = [(live, rows) for live, rows in sampled if live.spec.steered]
-        # A view spares the copy but keeps the whole step's logits alive: only where most of them are theirs.
-        copy = bool(steered) and 2 * sum(len(rows) for _, rows in steered) < len(output.logits)
-        for live, rows in steered:
-            live.handle.offer_logits(output.logits[rows.start : rows.stop].to(torch.float32, copy=copy))
+        offer_logits(plan, self.live, output)
 
     # ---- steps ahead of a device ----
 

@@ -102,15 +102,7 @@ class Workspace:
         self.in_flight: deque[LaunchedStep] = deque()
         self.pool = BlockPool(num_blocks, config.block_size)
         self.prefix_cache = PrefixCache(self.pool)
-        self.scheduler = Scheduler(
-            self.pool,
-            self.prefix_cache,
-            SchedulerLimits(config.max_batch_tokens, config.max_requests),
-            PreemptionPolicy(
-                config.preemption, COMPUTE_COST_PER_TOKEN, SWAP_COST_PER_BLOCK, can_store=self.store.can_store
-            ),
-        )
-
+        self.scheduler = _new_scheduler(config, self.pool, self.prefix_cache, self.store)
         # The last thing that can go wrong has not: nobody would remove these hooks from the view.
         self.adapters = AdapterRows(view.model) if mixes_adapters else None
 
@@ -146,6 +138,13 @@ class Workspace:
         self.tier.close()
         self.view, self.tier, self.tier_reason = view, tier, reason
         self.runner.tier = tier
+
+
+def _new_scheduler(
+    config: EngineConfig, pool: BlockPool, prefix_cache: PrefixCache, store: HostBlockStore
+) -> Scheduler:
+    policy = PreemptionPolicy(config.preemption, COMPUTE_COST_PER_TOKEN, SWAP_COST_PER_BLOCK, can_store=store.can_store)
+    return Scheduler(pool, prefix_cache, SchedulerLimits(config.max_batch_tokens, config.max_requests), policy)
 
 
 def _blocks_for_memory(config: EngineConfig, device: torch.device, bytes_per_block: int) -> int:
