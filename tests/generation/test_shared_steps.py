@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from batches import alone, left_padded, random_prompts
@@ -31,10 +33,14 @@ def test_every_step_has_the_plain_requests_token_too(pair, mode):
     torch.manual_seed(0)
     want = pair.paged.generate(**call)
     engine = hfpaged.engine(pair.paged)
+    calling = True
+    # A step of so small a model is over before the caller's thread gets its turn: it has to have one in each.
+    engine.add_listener(lambda: time.sleep(0.005) if calling else None)
     before = engine.stats()["steps"]
     plain = engine.submit(PROMPTS[0], max_new_tokens=LONG, **OPTIONS)
     torch.manual_seed(0)
     got = pair.paged.generate(**call)
+    calling = False
     assert not plain.done
     assert plain.result(60) == want_plain
     assert torch.equal(got, want)
