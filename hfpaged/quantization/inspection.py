@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hfpaged.native import library
 from hfpaged.quantization.checkpoint import Checkpoint
-from hfpaged.quantization.layout import KV_SCALES
+from hfpaged.quantization.disk_layout import KV_SCALES
 from hfpaged.quantization.plans import own_method, plan_of
 from hfpaged.quantization.products import Arithmetic, choose_product
 from hfpaged.quantization.registration import PackedConfig

@@ -6,7 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hfpaged.quantization.checkpoint import Checkpoint
-from hfpaged.quantization.layout import KV_SCALES
+from hfpaged.quantization.disk_layout import KV_SCALES
 
 
 def attach_kv_scales(model: PreTrainedModel, checkpoint: Checkpoint) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hfpaged.quantization import layouts
+from hfpaged.quantization import memory_layout
 from hfpaged.quantization.activation import quantize_activation
-from hfpaged.quantization.layouts import Layout, Strips, WeightGrid
+from hfpaged.quantization.memory_layout import Layout, Strips, WeightGrid
 from hfpaged.quantization.native_strips import StripProduct, can_multiply
 from hfpaged.quantization.products import Arithmetic, scale_of
 from hfpaged.quantization.record import ActivationScheme, QuantizedLinear
@@ -28,7 +28,7 @@ _CHUNK_WEIGHTS = 1 << 24
 
 def cannot_pack(record: QuantizedLinear) -> str | None:
     """Why a record cannot become a `PackedLinear`; None: it can."""
-    if not record.format.is_four_bit and not layouts.wants_rows(record.codes.device):
+    if not record.format.is_four_bit and not memory_layout.wants_rows(record.codes.device):
         return f"{record.format.value} weights are converted when they are loaded on a CPU"
     if record.zero is not None:
         return "it has zero points"
@@ -47,7 +47,7 @@ class PackedLinear(nn.Module):
 
     Attributes:
         layout: of codes and scales; it follows the device that the module is moved to.
-        codes, scales: tensors of integers, see `layouts`.
+        codes, scales: tensors of integers, see `memory_layout`.
         global_scale: multiplier of all scales.
         activation: how the input is quantized first; None: it stays as it is.
     """
@@ -58,7 +58,7 @@ class PackedLinear(nn.Module):
         self.format, self.block = record.format, record.block
         self.global_scale = record.global_scale
         self.activation: ActivationScheme | None = record.activation
-        self.layout: Layout = layouts.layout_for(record.codes.device, record.format)
+        self.layout: Layout = memory_layout.layout_for(record.codes.device, record.format)
         codes, scales = self.layout.store(record)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
@@ -129,7 +129,7 @@ class PackedLinear(nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
         """Move or cast, as every module, and lay the weight out anew for another kind of device."""
         super()._apply(fn, recurse)
-        layout = layouts.layout_for(self.codes.device, self.format)
+        layout = memory_layout.layout_for(self.codes.device, self.format)
         if type(layout) is not type(self.layout) and not self.codes.is_meta:
             self.codes, self.scales, self.layout = *layout.store(self.record()), layout
         return self

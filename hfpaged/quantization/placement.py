@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from hfpaged.errors import CheckpointError
 from hfpaged.native.huge_pages import Arena
 from hfpaged.quantization.checkpoint import Checkpoint
-from hfpaged.quantization.layout import KV_SCALES, check_tensors, is_quantization_name
+from hfpaged.quantization.disk_layout import KV_SCALES, check_tensors, is_quantization_name
 from hfpaged.quantization.packed_linear import PackedLinear, make_linear
 from hfpaged.quantization.plans import plan_of
 from hfpaged.quantization.registration import PackedConfig

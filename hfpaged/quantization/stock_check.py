@@ -10,7 +10,7 @@ import torch
 
 from hfpaged.errors import CheckpointError
 from hfpaged.quantization.checkpoint import Checkpoint
-from hfpaged.quantization.layout import KV_SCALES, is_quantization_name
+from hfpaged.quantization.disk_layout import KV_SCALES, is_quantization_name
 
 _GGML_NVFP4 = 40
 # Codes that stand for zero in symmetric 4-bit GPTQ: version 1 stores one less than what is subtracted.

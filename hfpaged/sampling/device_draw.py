@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hfpaged.sampling.distribution import drawn_indices
 from hfpaged.sampling.draw_table import IS_SAMPLED, MIN_P, REST, TEMPERATURE, TOP_K, UNIFORM
-from hfpaged.sampling.stages import EXCLUDED
+from hfpaged.sampling.stages import EXCLUDED, in_rest
 
 
 def draw_on_device(logits: Tensor, argmax: Tensor, numbers: Tensor) -> Tensor:
@@ -54,6 +54,5 @@ def _keep_top(scores: Tensor, top_k: Tensor, rest: Tensor) -> None:
     # Equal scores all stay.
     below = ascending < kth
     ascending.masked_fill_(below, EXCLUDED)
-    remove = ascending.softmax(dim=-1).cumsum(dim=-1) <= rest
-    remove.narrow(1, -1, 1).fill_(False)
-    scores.masked_fill_(remove.logical_or_(below).scatter(1, index, remove), EXCLUDED)
+    remove = in_rest(ascending, rest).logical_or_(below)
+    scores.masked_fill_(remove.scatter(1, index, remove), EXCLUDED)

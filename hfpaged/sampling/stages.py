@@ -110,23 +110,26 @@ class TopP(BatchedStage):
                 _exclude_rest(part, rest)
                 return
             ascending, index = part.sort(stable=True)
-            remove = _in_rest(ascending, rest)
+            remove = in_rest(ascending, rest)
             part.masked_fill_(remove.scatter(1, index, remove), EXCLUDED)
 
         _edit_rows(scores, rows, edit)
 
 
-def _in_rest(ascending: Tensor, rest: Tensor) -> Tensor:
-    """bool[N, V]: the least likely tokens, as many as have at most the mass `rest`, float32[N, 1], together."""
+def in_rest(ascending: Tensor, rest: Tensor) -> Tensor:
+    """bool[N, V]: the least likely tokens, as many as have at most the mass `rest`, float32[N, 1], together.
+
+    What it does depends on shapes alone, so that it can be captured.
+    """
     remove = ascending.softmax(dim=-1).cumsum(dim=-1) <= rest
-    remove[:, -1] = False
+    remove.narrow(1, -1, 1).fill_(False)
     return remove
 
 
 def _exclude_rest(scores: Tensor, rest: Tensor) -> None:
     """Exclude these tokens in place, on a CPU, where NumPy sorts several times as fast if it need not sort indices."""
     ascending = torch.from_numpy(np.sort(scores.numpy(), axis=1))
-    counts = _in_rest(ascending, rest).sum(dim=1, keepdim=True)
+    counts = in_rest(ascending, rest).sum(dim=1, keepdim=True)
     least = ascending.gather(1, counts)
     # As a stable sort puts them, the first of equal scores are the least.
     equal_ones = (counts - (ascending < least).sum(dim=1, keepdim=True))[:, 0].tolist()

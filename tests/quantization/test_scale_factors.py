@@ -8,7 +8,7 @@ from quantization import formats
 from quantization.checkpoints import tiny_like
 
 import hfpaged
-from hfpaged.quantization import layouts
+from hfpaged.quantization import memory_layout
 from hfpaged.quantization.packed_linear import PackedLinear
 from hfpaged.quantization.record import QuantizedLinear
 from hfpaged.quantization.scale_factors import encoding_scale, product_scale, swizzle, swizzled_shape, unswizzle
@@ -50,9 +50,9 @@ def test_conventions_are_reciprocal_to_each_other():
 def test_weights_move_to_a_gpu_and_back_without_a_change(write, llama, tmp_path, monkeypatch):
     """A GPU is whatever wants rows."""
     folder = write(tmp_path / "checkpoint", tiny_like(llama)).folder
-    monkeypatch.setattr(layouts, "wants_rows", lambda device: True)
+    monkeypatch.setattr(memory_layout, "wants_rows", lambda device: True)
     on_gpu = packed(hfpaged.from_pretrained(folder, dtype=torch.bfloat16))
-    monkeypatch.setattr(layouts, "wants_rows", lambda device: False)
+    monkeypatch.setattr(memory_layout, "wants_rows", lambda device: False)
     on_cpu = packed(hfpaged.from_pretrained(folder, dtype=torch.bfloat16))
     assert set(on_cpu) == {name for name, module in on_gpu.items() if module.format.is_four_bit}
     for name, module in on_gpu.items():
@@ -79,7 +79,7 @@ def in_chunks(module: PackedLinear) -> list[QuantizedLinear]:
 
 
 def test_a_wide_weight_is_dequantized_in_chunks(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr(layouts, "wants_rows", lambda device: True)
+    monkeypatch.setattr(memory_layout, "wants_rows", lambda device: True)
     monkeypatch.setattr("hfpaged.quantization.packed_linear._CHUNK_WEIGHTS", 1)
     saved = formats.ragged_fp8(tmp_path / "checkpoint", llama)
     model = hfpaged.from_pretrained(saved.folder, dtype=torch.float32)

@@ -12,6 +12,24 @@ from standin.fake_accelerator import FakeAccelerator
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEAD_DIMS = frozenset({(64, 64), (128, 128), (256, 256), (192, 128)})
 CUDA_CORE_GROUPS = {1, 2, 3, 4, 6, 8, 16}
+# Arguments of every plan() that attention depends on.
+PLAN_OPTIONS = (
+    "page_size",
+    "pos_encoding_mode",
+    "window_left",
+    "logits_soft_cap",
+    "q_data_type",
+    "kv_data_type",
+    "o_data_type",
+    "sm_scale",
+    "non_blocking",
+)
+
+
+def plan_options(arguments: dict[str, Any], causal: bool) -> dict[str, Any]:
+    """What a wrapper remembers of its plan's arguments."""
+    options = {name: arguments[name] for name in PLAN_OPTIONS}
+    return {**options, "kv_data_type": options["kv_data_type"] or options["q_data_type"], "causal": causal}
 
 
 class Wrapper:
@@ -182,18 +200,7 @@ class BatchDecodeWithPagedKVCacheWrapper(Wrapper):
         group = num_qo_heads // num_kv_heads
         require(self._tensor_cores or group in CUDA_CORE_GROUPS, f"Unsupported group_size: {group}")
         tables = Tables(self.device, None, indptr, indices, last_page_len, page_size)
-        options = {
-            "page_size": page_size,
-            "pos_encoding_mode": pos_encoding_mode,
-            "window_left": window_left,
-            "logits_soft_cap": logits_soft_cap,
-            "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type or q_data_type,
-            "o_data_type": o_data_type,
-            "sm_scale": sm_scale,
-            "non_blocking": non_blocking,
-            "causal": True,
-        }
+        options = plan_options(locals(), causal=True)
         self._plan(tables, indices, (num_qo_heads, num_kv_heads, head_dim, head_dim), options)
 
     def run(
@@ -282,18 +289,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
     ):
         require(custom_mask is None and packed_custom_mask is None, "masks are not used")
         tables = Tables(self.device, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
-        options = {
-            "page_size": page_size,
-            "pos_encoding_mode": pos_encoding_mode,
-            "window_left": window_left,
-            "logits_soft_cap": logits_soft_cap,
-            "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type or q_data_type,
-            "o_data_type": o_data_type,
-            "sm_scale": sm_scale,
-            "non_blocking": non_blocking,
-            "causal": causal,
-        }
+        options = plan_options(locals(), causal=causal)
         dims = (head_dim_qk, head_dim_qk if head_dim_vo is None else head_dim_vo)
         self._plan(tables, paged_kv_indices, (num_qo_heads, num_kv_heads, *dims), options)
 

@@ -13,7 +13,7 @@ from standin.fake_accelerator import FakeAccelerator
 from standin.fake_flashinfer import fake_flashinfer
 from standin.fake_wrappers import DTYPES
 
-from hfpaged.quantization import layouts
+from hfpaged.quantization import memory_layout
 from hfpaged.runtime import workspace
 from hfpaged.runtime.attention import flashinfer_backend, flashinfer_probe, interface
 from hfpaged.runtime.attention.interface import KVTensors, LayerShape
@@ -46,7 +46,7 @@ def stand_in() -> Iterator[StandIn]:
         patch.setattr(flashinfer_backend, "machine_problem", lambda device: None)
         patch.setattr(interface, "accelerator_for", lambda _: device)
         patch.setattr(fused_product, "compute_capability", lambda _: device.capability)
-        patch.setattr(layouts, "wants_rows", lambda _: True)
+        patch.setattr(memory_layout, "wants_rows", lambda _: True)
         patch.setattr(backend, "device_types", frozenset({"cpu"}))
         patch.setattr(backend, "allocate", allocate_poisoned)
         patch.setattr(NativeBackend, "device_types", frozenset())
