@@ -33,6 +33,7 @@ class OpKind(IntEnum):
     GATHER_PAIRS = 8
     EXPERTS = 9
     COMBINE = 10
+    GATHER_SAMPLES = 11
 
 
 class NormKind(IntEnum):
@@ -170,7 +171,7 @@ class RouteOp(ctypes.Structure):
 class OrderPairsOp(ctypes.Structure):
     """OpKind.ORDER_PAIRS."""
 
-    _fields_ = [("experts", c_int32), ("chosen", c_int32)]
+    _fields_ = [(name, c_int32) for name in ("logits", "experts", "chosen")]
 
 
 class GatherPairsOp(ctypes.Structure):
@@ -195,6 +196,12 @@ class CombineOp(ctypes.Structure):
         *((name, c_int32) for name in ("input", "out", "width", "chosen", "residual")),
         ("multiplier", c_float),
     ]
+
+
+class GatherSamplesOp(ctypes.Structure):
+    """OpKind.GATHER_SAMPLES."""
+
+    _fields_ = [(name, c_int32) for name in ("input", "out", "width")]
 
 
 class Step(ctypes.Structure):

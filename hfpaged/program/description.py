@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -162,6 +163,11 @@ class Mlp:
     down: Linear
     activation: Activation
 
+    @property
+    def linears(self) -> list[Linear]:
+        """All of them."""
+        return [linear for linear in (self.gate, self.up, self.down) if linear is not None]
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -177,6 +183,11 @@ class Experts:
     chosen: int
     normalize: bool
     round_weights: bool
+
+    @property
+    def linears(self) -> list[Linear]:
+        """All of them."""
+        return [self.router, *(linear for expert in self.experts for linear in expert.linears)]
 
 
 @dataclass(frozen=True)
@@ -227,3 +238,10 @@ class Model:
     def attention_layers(self) -> tuple[Attention, ...]:
         """The attention part of each layer."""
         return tuple(layer.attention for layer in self.layers)
+
+    @cached_property
+    def sampled_weights(self) -> int:
+        """Numbers in the weight matrices that only sampled tokens meet: those behind the last layer's attention."""
+        last = self.layers[-1]
+        linears = [last.attention.output, *last.mlp.linears, self.head]
+        return sum(linear.in_features * linear.out_features for linear in linears)

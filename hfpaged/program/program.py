@@ -95,10 +95,10 @@ class StepProgram:
         """The packed weights."""
         return self._native.packed_matrices
 
-    @property
-    def num_weights(self) -> int:
-        """Numbers in all weight matrices, the head's included: each is multiplied once for every token."""
-        return self._native.num_elements
+    def multiply_adds(self, tokens: int, samples: int) -> int:
+        """Of all products with weights in a step, were every expert chosen."""
+        sampled = self.description.sampled_weights
+        return (self._native.num_elements - sampled) * tokens + sampled * samples
 
     def repack(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Take over weights that changed: of `modules`, or of all.
@@ -164,15 +164,11 @@ class StepProgram:
         return step
 
     def _run_timed(self, step: abi.Step) -> None:
-        # Without sampled rows the final norm and the head are left out.
-        ops = OpRange(0, self._layout.end if step.samples else self._layout.layers[-1].end)
-        estimate = self._seconds(step.tokens)
+        layout = self._layout
+        ops = OpRange(0, layout.end if step.samples else layout.end_without_samples)
+        estimate = single_thread_seconds(self._native.packed_bytes, self.multiply_adds(step.tokens, step.samples))
         step.threads = self._threads.choose(estimate)
         start = time.perf_counter()
         self._native.run(step, ops)
         seconds = time.perf_counter() - start
         self._threads.record(estimate, seconds, step.cpu_seconds / (seconds * step.threads))
-
-    def _seconds(self, tokens: int) -> float:
-        """Rough time of a step of `tokens` tokens on one thread."""
-        return single_thread_seconds(self._native.packed_bytes, tokens * self._native.num_elements)

@@ -77,22 +77,24 @@ class Verifier:
             NotRecognized: naming the first part whose result differs from its module's.
         """
         calls = [self._trace.calls_of(layer.module)[0] for layer in self._model.layers]
-        first, last = self._layout.layers[0].first, self._layout.layers[-1].end
-        self._run(OpRange(0, first))
-        hidden = self._hidden()
+        layers = [ops.whole for ops in self._layout.layers]
+        self._run(OpRange(0, layers[0].first))
+        hidden = self._rows(self._layout.hidden)
         if not torch.equal(hidden, calls[0].input.reshape(hidden.shape)):
             raise NotRecognized("the program's embedding differs from the model's")
-        for layer, call, ops in zip(self._model.layers, calls, self._layout.layers, strict=True):
+        for layer, call, ops in zip(self._model.layers, calls, layers, strict=True):
             before, after = (tensor.reshape(hidden.shape) for tensor in (call.input, call.result))
             hidden.copy_(before)
             self._run(ops)
-            errors = row_errors(hidden, after, after.float() - before.float())
+            # All rows are sampled ones here.
+            output = self._rows(self._layout.sampled_hidden if ops is layers[-1] else self._layout.hidden)
+            errors = row_errors(output, after, after.float() - before.float())
             # Where experts are chosen, a near tie may fall the other way: most rows must agree, not all.
             error = errors.quantile(0.7 if isinstance(layer.mlp, Experts) else 1.0).item()
             if not error <= _LAYER_TOLERANCE[hidden.dtype]:
                 raise NotRecognized(f"{call.name} computes something else than the program (error {error:.1e})")
-        hidden.copy_(calls[-1].result.reshape(hidden.shape))
-        self._run(OpRange(last, self._layout.end))
+        output.copy_(calls[-1].result.reshape(output.shape))
+        self._run(OpRange(layers[-1].end, self._layout.end))
         logits = self._trace.logits.float()
         error = row_errors(self._logits, logits, logits).max().item()
         if not error <= _LAYER_TOLERANCE[hidden.dtype]:
@@ -101,9 +103,9 @@ class Verifier:
     def _run(self, ops: OpRange) -> None:
         self._native.run(self._step, ops)
 
-    def _hidden(self) -> torch.Tensor:
-        """The residual stream in the program's own memory, [T, hidden]."""
-        return self._native.buffer(self._layout.hidden, self._step.tokens, self._model.hidden_size)
+    def _rows(self, buffer: int) -> torch.Tensor:
+        """A buffer of the residual stream in the program's own memory, [T, hidden]."""
+        return self._native.buffer(buffer, self._step.tokens, self._model.hidden_size)
 
 
 def _scratch_cache(model: Model, batch: TraceBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:

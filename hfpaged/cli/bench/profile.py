@@ -81,9 +81,7 @@ class Profiler:
 
     def _least_seconds(self, shape: StepShape) -> float:
         model, element = self._program.description, self._program.description.dtype.itemsize
-        head = model.head.out_features * model.hidden_size
-        weights = self._program.num_weights - head
-        product_flops = 2 * (shape.tokens * weights + shape.requests * head)
+        product_flops = 2 * self._program.multiply_adds(shape.tokens, shape.requests)
         # The tokens of a prompt see half of each other.
         seen = shape.requests * shape.new_tokens * (shape.context - shape.new_tokens / 2)
         attention_flops = kv_bytes = 0.0

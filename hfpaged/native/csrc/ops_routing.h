@@ -54,11 +54,11 @@ inline void route_row(const T* logits, const RouteOp& op, int32_t* experts, floa
   }
 }
 
-// Counting sort of the pairs by expert; pairs of one expert stay in token order.
-inline void order_pairs(const Routing& routing, const OrderPairsOp& op, int64_t tokens) {
+// Counting sort of the pairs by expert; pairs of one expert stay in the order of their rows.
+inline void order_pairs(const Routing& routing, const OrderPairsOp& op, int64_t rows) {
   int32_t* first = routing.first_pair;
   for (int e = 0; e <= op.experts; e++) first[e] = 0;
-  int64_t pairs = tokens * op.chosen;
+  int64_t pairs = rows * op.chosen;
   for (int64_t i = 0; i < pairs; i++) first[routing.experts[i] + 1]++;
   for (int e = 0; e < op.experts; e++) first[e + 1] += first[e];
   int32_t next[kMaxExperts];
@@ -66,7 +66,7 @@ inline void order_pairs(const Routing& routing, const OrderPairsOp& op, int64_t 
   for (int64_t i = 0; i < pairs; i++) {
     int32_t place = next[routing.experts[i]]++;
     routing.place[i] = place;
-    routing.token[place] = static_cast<int32_t>(i / op.chosen);
+    routing.row[place] = static_cast<int32_t>(i / op.chosen);
     routing.pair_weight[place] = routing.weights[i];
   }
 }

@@ -68,7 +68,7 @@ struct Program {
 
   void add_plan_for(const AttentionOp& op);
   int64_t rows_of(const Step& step, RowSet set) const;
-  void reserve_routing(int64_t tokens);
+  void reserve_routing(size_t pairs);
   void reserve_screen(const Step& step);
   bool reserve(const Step& step);
   StepLimits limits(const Step& step) const;
@@ -94,14 +94,13 @@ int64_t Program::rows_of(const Step& step, RowSet set) const {
   switch (set) {
     case RowSet::kTokens: return step.tokens;
     case RowSet::kSamples: return step.samples;
-    case RowSet::kExpertPairs: return step.tokens * chosen_experts;
+    case RowSet::kExpertPairs: return std::max(step.tokens, step.samples) * chosen_experts;
   }
   return 0;
 }
 
 // Room for the routing of one layer; the layers use it one after the other.
-void Program::reserve_routing(int64_t tokens) {
-  size_t pairs = tokens * chosen_experts;
+void Program::reserve_routing(size_t pairs) {
   if (!pairs) return;
   routing_indices.resize(std::max(routing_indices.size(), 3 * pairs + kMaxExperts + 1));
   routing_weights.resize(std::max(routing_weights.size(), 2 * pairs));
@@ -130,7 +129,7 @@ bool Program::reserve(const Step& step) {
     buffer.data = data;
     buffer.capacity = capacity;
   }
-  reserve_routing(step.tokens);
+  reserve_routing(rows_of(step, RowSet::kExpertPairs));
   best_logit.resize(std::max<size_t>(best_logit.size(), step.threads * step.samples));
   best_index.resize(best_logit.size());
   reserve_screen(step);
@@ -297,6 +296,7 @@ bool fill(Op& op, const void* desc, int64_t bytes) {
     case OpKind::kGatherPairs: return copy_desc(op.gather, desc, bytes);
     case OpKind::kExperts: return copy_desc(op.experts, desc, bytes);
     case OpKind::kCombine: return copy_desc(op.combine, desc, bytes);
+    case OpKind::kGatherSamples: return copy_desc(op.samples, desc, bytes);
   }
   return false;
 }

@@ -21,7 +21,7 @@ enum HfpProgramStatus : int32_t {
 
 namespace hfp {
 
-// What the rows of a buffer are: the tokens of the step, the sampled ones, or (token, chosen expert) pairs.
+// What the rows of a buffer are: the tokens of the step, the sampled ones, or pairs of one of these and a chosen expert.
 enum class RowSet : int32_t { kTokens = 0, kSamples = 1, kExpertPairs = 2 };
 
 struct Buffer {
@@ -45,6 +45,7 @@ enum class OpKind : int32_t {
   kGatherPairs = 8,
   kExperts = 9,
   kCombine = 10,
+  kGatherSamples = 11,
 };
 
 // out[t] = round(table[token_ids[t]] * scale)
@@ -140,7 +141,7 @@ struct HeadOp {
 
 constexpr int kMaxExperts = 1024;
 
-// Chooses experts for every token: softmax over the router's logits, then the most probable ones.
+// Chooses experts for every row of `logits`: softmax over the router's logits, then the most probable ones.
 struct RouteOp {
   int32_t logits;
   int32_t experts, chosen;
@@ -148,12 +149,13 @@ struct RouteOp {
   int32_t round_weights;  // to the element type
 };
 
-// Orders the (token, expert) pairs by expert.
+// Orders the (token, expert) pairs by expert. The tokens are the rows of `logits`, those of the RouteOp before.
 struct OrderPairsOp {
+  int32_t logits;
   int32_t experts, chosen;
 };
 
-// out[pair] = in[token of the pair]
+// out[pair] = in[row of the pair]
 struct GatherPairsOp {
   int32_t in, out;
   int32_t width, chosen;
@@ -170,12 +172,18 @@ struct ExpertsOp {
   Activation activation;
 };
 
-// y = the sum of the pairs of a token, rounded after each addition; out = y, or as in NormOp with a residual.
+// y = the sum of the pairs of a row, rounded after each addition; out = y, or as in NormOp with a residual.
 struct CombineOp {
   int32_t in, out;
   int32_t width, chosen;
   int32_t residual;
   float multiplier;
+};
+
+// out[i] = in[row of the i-th sample]
+struct GatherSamplesOp {
+  int32_t in, out;
+  int32_t width;
 };
 
 struct RotaryTable {
@@ -216,6 +224,7 @@ struct Op {
     GatherPairsOp gather;
     ExpertsOp experts;
     CombineOp combine;
+    GatherSamplesOp samples;
   };
 };
 
@@ -241,12 +250,13 @@ struct UnitRange {
   uint64_t bounds;  // the first unit left in the lower half, the end in the upper one
 };
 
-// Which experts the tokens of the current layer go to. A pair is one token and one of its experts.
+// Which experts the rows of the current layer go to: its tokens, or sampled ones. A pair is a row and one of its
+// experts.
 struct Routing {
-  int32_t* experts;    // [tokens, chosen], ascending in each row
-  float* weights;      // [tokens, chosen]
-  int32_t* place;      // [tokens, chosen], place of the pair in the order by expert
-  int32_t* token;      // [pairs] in that order
+  int32_t* experts;    // [rows, chosen], ascending in each row
+  float* weights;      // [rows, chosen]
+  int32_t* place;      // [rows, chosen], place of the pair in the order by expert
+  int32_t* row;        // [pairs] in that order
   float* pair_weight;  // [pairs] in that order
   int32_t* first_pair;  // [kMaxExperts + 1], first pair of each expert
 };

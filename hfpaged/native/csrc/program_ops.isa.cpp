@@ -36,18 +36,12 @@ void embed(const Run& run, const EmbedOp& op, Share share) {
   }
 }
 
-// Row of `in` that row `row` of `out` is computed from: sampled rows are gathered from those of all tokens.
-int64_t source_row(const Run& run, int32_t in, int32_t out, int64_t row) {
-  bool gathers = run.buffers[in].rows == RowSet::kTokens && run.buffers[out].rows == RowSet::kSamples;
-  return gathers ? run.step->sample_rows[row] : row;
-}
-
 template <class T>
 void norm(const Run& run, const NormOp& op, Share share) {
   int64_t items = run.rows(op.out) * op.groups;
   for (int64_t item = share.begin(items); item < share.end(items); item++) {
     int64_t row = item / op.groups, column = item % op.groups * op.width;
-    const T* x = row_of<T>(run.buffers[op.in], source_row(run, op.in, op.out, row)) + op.in_column + column;
+    const T* x = row_of<T>(run.buffers[op.in], row) + op.in_column + column;
     T* y = row_of<T>(run.buffers[op.out], row) + op.out_column + column;
     if (op.residual < 0) {
       normalize_into(x, y, op.width, op.weights);
@@ -209,18 +203,18 @@ void head(const Run& run, int32_t index, Share share) {
 
 template <class T>
 void route(const Run& run, const RouteOp& op, Share share) {
-  int64_t tokens = run.step->tokens;
-  for (int64_t t = share.begin(tokens); t < share.end(tokens); t++) {
-    int64_t first = t * op.chosen;
-    route_row(row_of<T>(run.buffers[op.logits], t), op, run.routing.experts + first, run.routing.weights + first);
+  int64_t rows = run.rows(op.logits);
+  for (int64_t row = share.begin(rows); row < share.end(rows); row++) {
+    int64_t first = row * op.chosen;
+    route_row(row_of<T>(run.buffers[op.logits], row), op, run.routing.experts + first, run.routing.weights + first);
   }
 }
 
 template <class T>
 void gather_pairs(const Run& run, const GatherPairsOp& op, Share share) {
-  int64_t pairs = run.step->tokens * op.chosen;
+  int64_t pairs = run.rows(op.in) * op.chosen;
   for (int64_t i = share.begin(pairs); i < share.end(pairs); i++) {
-    const T* source = row_of<T>(run.buffers[op.in], run.routing.token[i]);
+    const T* source = row_of<T>(run.buffers[op.in], run.routing.row[i]);
     std::memcpy(row_of<T>(run.buffers[op.out], i), source, sizeof(T) * op.width);
   }
 }
@@ -258,21 +252,30 @@ void experts(const Run& run, const ExpertsOp& op, Share share) {
 
 template <class T>
 void combine(const Run& run, const CombineOp& op, Share share) {
-  int64_t tokens = run.step->tokens;
-  for (int64_t t = share.begin(tokens); t < share.end(tokens); t++) {
-    T* out = row_of<T>(run.buffers[op.out], t);
+  int64_t rows = run.rows(op.out);
+  for (int64_t row = share.begin(rows); row < share.end(rows); row++) {
+    T* out = row_of<T>(run.buffers[op.out], row);
     for_each16(op.width, [&](int i, auto count) {
       Vec16 sum = zero16();
       for (int c = 0; c < op.chosen; c++) {
-        const T* pair = row_of<T>(run.buffers[op.in], run.routing.place[t * op.chosen + c]);
+        const T* pair = row_of<T>(run.buffers[op.in], run.routing.place[row * op.chosen + c]);
         sum = rounded16<T>(sum + load_upto16(pair + i, count));
       }
       if (op.residual >= 0) {
         if (op.multiplier != 1.f) sum = rounded16<T>(sum * splat16(op.multiplier));
-        sum = load_upto16(row_of<T>(run.buffers[op.residual], t) + i, count) + sum;
+        sum = load_upto16(row_of<T>(run.buffers[op.residual], row) + i, count) + sum;
       }
       store_upto16(out + i, sum, count);
     });
+  }
+}
+
+template <class T>
+void gather_samples(const Run& run, const GatherSamplesOp& op, Share share) {
+  int64_t samples = run.step->samples;
+  for (int64_t i = share.begin(samples); i < share.end(samples); i++) {
+    const T* source = row_of<T>(run.buffers[op.in], run.step->sample_rows[i]);
+    std::memcpy(row_of<T>(run.buffers[op.out], i), source, sizeof(T) * op.width);
   }
 }
 
@@ -297,11 +300,12 @@ void run_op(const Run& run, int32_t index, Share share) {
     case OpKind::kHead: return head<T>(run, index, share);
     case OpKind::kRoute: return route<T>(run, op.route, share);
     case OpKind::kOrderPairs:
-      if (share.index == 0) order_pairs(run.routing, op.order, run.step->tokens);
+      if (share.index == 0) order_pairs(run.routing, op.order, run.rows(op.order.logits));
       return;
     case OpKind::kGatherPairs: return gather_pairs<T>(run, op.gather, share);
     case OpKind::kExperts: return experts<T>(run, op.experts, share);
     case OpKind::kCombine: return combine<T>(run, op.combine, share);
+    case OpKind::kGatherSamples: return gather_samples<T>(run, op.samples, share);
   }
 }
 

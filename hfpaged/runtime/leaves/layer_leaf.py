@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hfpaged.program.assemble_layer import LayerAssembler, LayerBuffers
+from hfpaged.program.assemble_branches import LayerBuffers
+from hfpaged.program.assemble_layer import LayerAssembler
 from hfpaged.program.description import Layer
 from hfpaged.program.trace import ModuleCall
 from hfpaged.runtime.leaves.admission import LeafGate
@@ -33,11 +34,10 @@ class LayerLeaf(AttendingLeaf):
             hidden=program.output(),
             normed=program.between("normed", self._width),
             branch=program.between("branch", self._width),
-            qkv=self._qkv,
             attended=self._attended,
             inner=program.between("inner", layer.mlp.down.in_features),
         )
-        assembler = LayerAssembler(program.native, gate.of(self._dtype), buffers)
+        assembler = LayerAssembler(program.native, gate.of(self._dtype), buffers, self._qkv)
         self._ops = assembler.add(layer, self._layer, self._table)
 
     def admit(self) -> None:
