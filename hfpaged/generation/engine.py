@@ -7,19 +7,17 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
-from transformers.generation.configuration_utils import GenerationMode
 
 from hfpaged.config import EngineConfig
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.generation.adapters import HookedNames
 from hfpaged.generation.call import GenerateCall, RequestOptions
+from hfpaged.generation.prepared_configs import PreparedConfigs
 from hfpaged.generation.routing import stock_reason
 from hfpaged.generation.rows import check_bias, check_prompt, row_specs, token_ids, vocabulary_size
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.module_state import stocks
-
-ENGINE_MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 class Engine(EngineCore):
@@ -28,6 +26,7 @@ class Engine(EngineCore):
     def __init__(self, model: PreTrainedModel, original_class: type[PreTrainedModel], config: EngineConfig):
         super().__init__(model, original_class, config)
         self.hooked_names = HookedNames()
+        self._prepared_configs = PreparedConfigs()
 
     def submit(
         self,
@@ -53,7 +52,13 @@ class Engine(EngineCore):
             InputError, RequestTooLargeError, UnsupportedOptionError: nothing was queued.
         """
         model = self.live_model()
-        call = _single_row_call(model, token_ids(prompt_ids), generation_config, tokenizer, hfpaged, options)
+        prompt, row_options = token_ids(prompt_ids), RequestOptions.from_keyword(hfpaged)
+        check_prompt(prompt, vocabulary_size(model))
+        check_bias(row_options.logit_bias, model)
+        ids = torch.tensor([prompt], device=model.device)
+        config = self._prepared_configs.config(model, generation_config, options, ids.device)
+        _resolve_lengths(model, ids, config, generation_config, options)
+        call = _single_row_call(model, ids, config, tokenizer, row_options)
         _require_engine_takes(model, call)
         specs = row_specs(model, call, stocks(model, "_get_logits_processor"))
         handles = self.submit_specs(specs)
@@ -74,39 +79,37 @@ class Engine(EngineCore):
         return self.capture_ahead()
 
 
-def _single_row_call(
+def _resolve_lengths(
     model: PreTrainedModel,
-    prompt: list[int],
+    ids: torch.LongTensor,
+    config: GenerationConfig,
     generation_config: GenerationConfig | None,
-    tokenizer: Any,
-    request_options: dict[str, Any] | None,
     options: dict[str, Any],
-) -> GenerateCall:
-    """Prepare one prompt as `generate` does: merge configs, resolve lengths and special tokens, build the lists."""
-    check_prompt(prompt, vocabulary_size(model))
-    row_options = RequestOptions.from_keyword(request_options)
-    check_bias(row_options.logit_bias, model)
+) -> None:
+    """Set the lengths in `config` as `generate` does for a prompt, [1, L].
+
+    Args:
+        generation_config, options: what `config` was merged from.
+    """
     has_default_max_length = _is_default("max_length", model, generation_config, options)
-    has_default_min_length = _is_default("min_length", model, generation_config, options)
-    config, unknown = model._prepare_generation_config(generation_config, **options)
-    if unknown:
-        raise UnsupportedOptionError(f"engine.submit does not know {', '.join(sorted(unknown))}")
-    if config.get_generation_mode() not in ENGINE_MODES or (config.num_return_sequences or 1) > 1:
-        raise UnsupportedOptionError("engine.submit takes one greedy or sampled sequence; use generate() for others")
-    ids = torch.tensor([prompt], device=model.device)
-    model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=ids.device, batch_size=1)
-    config = model._prepare_generated_length(
+    model._prepare_generated_length(
         generation_config=config,
         has_default_max_length=has_default_max_length,
-        has_default_min_length=has_default_min_length,
+        has_default_min_length=_is_default("min_length", model, generation_config, options),
         model_input_name="input_ids",
         inputs_tensor=ids,
-        input_ids_length=len(prompt),
+        input_ids_length=ids.shape[1],
     )
-    model._validate_generated_length(config, len(prompt), has_default_max_length)
+    model._validate_generated_length(config, ids.shape[1], has_default_max_length)
+
+
+def _single_row_call(
+    model: PreTrainedModel, ids: torch.LongTensor, config: GenerationConfig, tokenizer: Any, options: RequestOptions
+) -> GenerateCall:
+    """What `generate` would hand on for a prompt, [1, L], with that config."""
     processors = model._get_logits_processor(
         generation_config=config,
-        input_ids_seq_length=len(prompt),
+        input_ids_seq_length=ids.shape[1],
         encoder_input_ids=ids,
         device=ids.device,
         model_kwargs={},
@@ -121,7 +124,7 @@ def _single_row_call(
         criteria=criteria,
         config=config,
         streamer=None,
-        options=row_options,
+        options=options,
     )
 
 

@@ -67,7 +67,7 @@ class PagedGenerationMixin:
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         make = stocks(self, "_get_logits_processor")
-        arguments = inspect.signature(make).bind(*args, **kwargs).arguments
+        arguments = inspect.signature(make).bind(*args, **kwargs).arguments if args else kwargs
         return PreparedProcessors(make(**arguments), arguments)
 
     def _get_stopping_criteria(

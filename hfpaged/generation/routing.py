@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -46,13 +46,23 @@ def model_reason(model: PreTrainedModel, length: int) -> str | None:
     if rope_reach(model) is not None and length > rope_reach(model):
         return "rope changes with length"
     modules = walk_modules(model)
-    if any(has_own(module, "forward") for module in modules):
+    altered = _altered(modules)
+    if any(has_own(module, "forward") for module in altered):
         return "forward replaced"
     if model.training and _has_dropout(model, modules):
         return "dropout in train mode"
-    if _has_user_hooks(modules):
+    if _has_user_hooks(altered):
         return "user hooks"
     return None
+
+
+def _altered(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    """The few modules with a forward of their own, or with hooks. Every submission looks at all, so in one pass."""
+    return [
+        module
+        for module, state in zip(modules, map(vars, modules), strict=True)
+        if "forward" in state or state["_forward_hooks"] or state["_forward_pre_hooks"]
+    ]
 
 
 def loop_reason(model: PreTrainedModel, call: GenerateCall) -> str | None:
@@ -154,6 +164,5 @@ def _has_user_hooks(modules: Iterable[nn.Module]) -> bool:
     return any(
         not (is_capture_hook(hook) or hooked_adapter_names(hook) is not None or isinstance(hook, RowNames))
         for module in modules
-        if module._forward_hooks or module._forward_pre_hooks
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )

@@ -43,7 +43,7 @@ def token_ids(prompt: Iterable[Any]) -> list[int]:
         InputError: something in it is not an integer.
     """
     try:
-        return [int(operator.index(token)) for token in prompt]
+        return list(map(int, map(operator.index, prompt)))
     except TypeError as error:
         raise InputError(f"a prompt is a sequence of integer token ids: {error}") from None
 

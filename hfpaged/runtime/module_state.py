@@ -37,7 +37,9 @@ def walk_modules(module: nn.Module) -> list[nn.Module]:
     """All modules of the tree, a shared one as often as it is reached: cheaper than `modules()`."""
     found = [module]
     for one in found:
-        found += [child for child in one._modules.values() if child is not None]
+        # Most are leaves, and every submission walks the tree.
+        if one._modules:
+            found += [child for child in one._modules.values() if child is not None]
     return found
 
 
