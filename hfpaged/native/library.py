@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hfpaged.errors import NativeKernelError
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 ISA_VARIABLE = "HFPAGED_ISA"
 ISAS = ("plain", "avx2", "avx512", "avx512bf16")
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}

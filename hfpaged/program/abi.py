@@ -213,7 +213,7 @@ class Step(ctypes.Structure):
         ("samples", c_int64),
         *((name, c_void_p) for name in ("token_ids", "positions", "key_cache", "value_cache")),
         *((name, c_void_p) for name in ("sample_rows", "argmax", "logits")),
-        *((name, c_int32) for name in ("num_blocks", "first_op", "end_op", "threads")),
+        *((name, c_int32) for name in ("num_blocks", "first_op", "end_op", "threads", "by_rows")),
         ("batch_number", c_int64),
         ("op_seconds", c_void_p),
         ("cpu_seconds", c_double),

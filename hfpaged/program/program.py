@@ -167,7 +167,7 @@ class StepProgram:
         layout = self._layout
         ops = OpRange(0, layout.end if step.samples else layout.end_without_samples)
         estimate = single_thread_seconds(self._native.packed_bytes, self.multiply_adds(step.tokens, step.samples))
-        step.threads = self._threads.choose(estimate)
+        step.threads, step.by_rows = self._threads.choose(estimate), self._threads.can_split_rows(estimate)
         start = time.perf_counter()
         self._native.run(step, ops)
         seconds = time.perf_counter() - start

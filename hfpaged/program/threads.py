@@ -88,6 +88,11 @@ class _SizeClass:
         self._tried: list[float] = []  # times on `trial()` threads, in the trial that is on
 
     @property
+    def is_undisturbed(self) -> bool:
+        """Whether the threads of such steps have lately had the CPU for almost all of their time."""
+        return self._had_cpu > _UNDISTURBED
+
+    @property
     def in_trial(self) -> bool:
         """Whether the next step is to run on `trial()` threads."""
         return self._steps_to_trial <= 0 and self.trial() != self.threads
@@ -96,7 +101,7 @@ class _SizeClass:
         """Half as many threads again, or a third fewer; the other direction next time. `threads`: no trial is due."""
         now = self.threads
         up, down = min(self._limit, now + max(1, now // 2)), max(1, now - max(1, now // 3))
-        if self._had_cpu > _UNDISTURBED:
+        if self.is_undisturbed:
             down = now
         others = [count for count in (up, down) if count != now] or [now]
         return others[0 if self._upward else -1]
@@ -154,6 +159,14 @@ class ThreadPolicy:
             return self.limit
         size_class = self._class_of(estimate)
         return size_class.trial() if size_class.in_trial else size_class.threads
+
+    def can_split_rows(self, estimate: float) -> bool:
+        """Whether a step of that estimate may give each thread rows of its own.
+
+        That is fastest while all threads have the CPU. Beside a busy process it would leave the slowest thread's rows to
+        that thread, whereas threads that share every operation take over from each other.
+        """
+        return not self._min_thread_seconds or self._class_of(estimate).is_undisturbed
 
     def record(self, estimate: float, seconds: float, had_cpu: float = 0.0) -> None:
         """A step of that estimate took `seconds` on the threads that `choose` said.

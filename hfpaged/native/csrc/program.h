@@ -205,6 +205,7 @@ struct Step {
   int32_t num_blocks;
   int32_t first_op, end_op;
   int32_t threads;
+  int32_t by_rows;  // whether a step of many rows may be cut into a part for each thread: best while none loses its core
   int64_t batch_number;  // equal ones have the same batch and threads, so that attention is planned once; 0: none
   double* op_seconds;  // [operations], to which the time of each is added; or null
   double cpu_seconds;  // out: CPU time of all threads; what they slept, or had no core, is not in it
@@ -233,7 +234,12 @@ struct Barrier {
   int32_t arrived;     // threads at the present meeting
   int32_t generation;  // meetings so far
   int32_t blocked;     // threads that gave up spinning
-  int32_t threads;
+};
+
+// How far the thread of a part of a step is, for those that wait for it. On a cache line of its own.
+struct alignas(64) Progress {
+  int32_t ops;      // all operations before this one are done
+  int32_t blocked;  // threads that gave up spinning
 };
 
 // The items of one attention operation of the running step. Operations of the same shape and window share a plan.
@@ -268,7 +274,9 @@ struct Run {
   const Buffer* buffers;
   const RotaryTable* tables;
   HfpDtype type;  // element type of the buffers, the weights and the cache
-  Barrier* barrier;
+  Barrier* barrier;          // unused by one thread
+  Progress* progress;        // of a part of a step, right behind those of the parts before it; or null
+  int32_t earlier_parts;     // so many of them store keys and values that this one needs
   AttentionWork* attention;  // [ops], filled in for attention operations
   UnitRange* units;          // [ops, threads]
   Routing routing;

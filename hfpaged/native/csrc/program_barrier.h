@@ -37,26 +37,47 @@ HFP_ALWAYS_INLINE inline void wake_all(int32_t* word) {
 #endif
 }
 
-// Spins for about the length of an operation, then blocks: with more threads than free cores, the thread that is
-// waited for needs the core of the one that waits.
-HFP_ALWAYS_INLINE inline void wait_for_all(Barrier* barrier) {
+// Returns once is_over(*word). Spins for about the length of an operation, then blocks: with more threads than free
+// cores, the thread that is waited for needs the core of the one that waits.
+template <class IsOver>
+HFP_ALWAYS_INLINE inline void wait_until(int32_t* word, int32_t* blocked, IsOver&& is_over) {
   constexpr int kSpins = 4000;
-  if (barrier->threads == 1) return;
-  int32_t generation = __atomic_load_n(&barrier->generation, __ATOMIC_ACQUIRE);
-  if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == barrier->threads) {
-    __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
-    __atomic_store_n(&barrier->generation, generation + 1, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&barrier->blocked, __ATOMIC_SEQ_CST)) wake_all(&barrier->generation);
-    return;
-  }
   for (int spins = 0; spins < kSpins; spins++) {
-    if (__atomic_load_n(&barrier->generation, __ATOMIC_ACQUIRE) != generation) return;
+    if (is_over(__atomic_load_n(word, __ATOMIC_ACQUIRE))) return;
     pause_briefly();
   }
-  __atomic_add_fetch(&barrier->blocked, 1, __ATOMIC_SEQ_CST);
-  while (__atomic_load_n(&barrier->generation, __ATOMIC_SEQ_CST) == generation)
-    block_while(&barrier->generation, generation);
-  __atomic_sub_fetch(&barrier->blocked, 1, __ATOMIC_SEQ_CST);
+  __atomic_add_fetch(blocked, 1, __ATOMIC_SEQ_CST);
+  for (;;) {
+    int32_t value = __atomic_load_n(word, __ATOMIC_SEQ_CST);
+    if (is_over(value)) break;
+    block_while(word, value);
+  }
+  __atomic_sub_fetch(blocked, 1, __ATOMIC_SEQ_CST);
+}
+
+// Changes a word that others wait for.
+HFP_ALWAYS_INLINE inline void announce(int32_t* word, int32_t value, int32_t* blocked) {
+  __atomic_store_n(word, value, __ATOMIC_SEQ_CST);
+  if (__atomic_load_n(blocked, __ATOMIC_SEQ_CST)) wake_all(word);
+}
+
+HFP_ALWAYS_INLINE inline void wait_for_all(Barrier* barrier, Share share) {
+  if (share.count == 1) return;
+  int32_t generation = __atomic_load_n(&barrier->generation, __ATOMIC_ACQUIRE);
+  if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == share.count) {
+    __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
+    announce(&barrier->generation, generation + 1, &barrier->blocked);
+    return;
+  }
+  wait_until(&barrier->generation, &barrier->blocked, [&](int32_t now) { return now != generation; });
+}
+
+// Waits until the parts whose keys and values the present one needs have done the operations before `op`.
+HFP_ALWAYS_INLINE inline void wait_for_earlier_parts(const Run& run, int32_t op) {
+  for (int32_t back = run.earlier_parts; back > 0; back--) {
+    Progress* part = run.progress - back;
+    wait_until(&part->ops, &part->blocked, [&](int32_t now) { return now >= op; });
+  }
 }
 
 }  // namespace hfp

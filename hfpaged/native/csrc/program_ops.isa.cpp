@@ -177,9 +177,9 @@ template <class T>
 void screened_head(const Run& run, int32_t index, const InputRows<T>& in, Share share, HeadEpilogue<T>& epilogue) {
   ScreenedHead<T> screened(run.ops[index].head, in, *run.screen);
   screened.write_rows(share);
-  wait_for_all(run.barrier);
+  wait_for_all(run.barrier, share);
   work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) { screened.bound(begin, end); });
-  wait_for_all(run.barrier);
+  wait_for_all(run.barrier, share);
   screened.multiply_rest(epilogue);
 }
 
@@ -296,7 +296,9 @@ void run_op(const Run& run, int32_t index, Share share) {
       return work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
         rotate_and_store<T>(run, op.rotate, begin, end);
       });
-    case OpKind::kAttention: return attend(run.attention[index]);
+    case OpKind::kAttention:
+      wait_for_earlier_parts(run, index);
+      return attend(run.attention[index]);
     case OpKind::kHead: return head<T>(run, index, share);
     case OpKind::kRoute: return route<T>(run, op.route, share);
     case OpKind::kOrderPairs:
@@ -336,11 +338,12 @@ template <class T>
 void run_ops(const Run& run, Share share) {
   double* op_seconds = share.index == 0 ? run.step->op_seconds : nullptr;
   deal_units<T>(run, share);
-  wait_for_all(run.barrier);
+  wait_for_all(run.barrier, share);
   double began = op_seconds ? seconds_now() : 0;
   for (int32_t index = run.step->first_op; index < run.step->end_op; index++) {
     run_op<T>(run, index, share);
-    wait_for_all(run.barrier);
+    wait_for_all(run.barrier, share);
+    if (run.progress) announce(&run.progress->ops, index + 1, &run.progress->blocked);
     if (!op_seconds) continue;
     double ended = seconds_now();
     op_seconds[index] += ended - began;
