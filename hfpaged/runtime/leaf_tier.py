@@ -58,7 +58,7 @@ class LeafTier(Tier):
         estimate = self._seconds(len(batch.token_ids))
         threads, start, argmax = self._threads.choose(estimate), time.perf_counter(), None
         try:
-            with self._leaves.kernels.stepping(batch, threads):
+            with self._leaves.kernels.stepping(batch, threads, self._threads.can_split_rows(estimate)):
                 output = self._modules.run(batch, want_logits)
         finally:
             if head is not None:

@@ -150,6 +150,22 @@ def test_small_and_large_steps_learn_apart():
     assert simulate(policy, idle, 3, estimate=100 * STEP)[0] == 2
 
 
+def test_threads_get_rows_of_their_own_while_all_of_them_have_the_cpu():
+    policy = ThreadPolicy(2)
+    seconds, busy, idle = 0.1, 0.7, 0.98
+
+    def after(steps: int, had_cpu: float) -> bool:
+        for _ in range(steps):
+            policy.record(seconds, seconds, had_cpu)
+        return policy.can_split_rows(seconds)
+
+    assert not policy.can_split_rows(seconds)
+    assert after(1, idle)
+    assert not after(8, busy)
+    assert after(16, idle)
+    assert ThreadPolicy(2, min_thread_seconds=0).can_split_rows(seconds)
+
+
 def test_without_a_minimum_all_threads_are_always_used():
     assert set(simulate(ThreadPolicy(3, min_thread_seconds=0), one_core_taken, 50)) == {3}
 

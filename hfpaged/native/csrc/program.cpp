@@ -1,4 +1,4 @@
-// Building and running step programs: the C ABI, the buffers and the parallel region.
+// Building and running step programs: the C ABI, the activations and the parallel region.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>

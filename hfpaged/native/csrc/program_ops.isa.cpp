@@ -1,4 +1,5 @@
-// Runs the operations of a step program. Each thread does its share of one operation, then waits for the others.
+// Runs the operations of a step program. Each thread does its share of one operation, then waits for the others; or one
+// thread does all of a step, or of a part of one (row_parts.h).
 #include <time.h>
 
 #include "ops_epilogue.h"

@@ -67,7 +67,7 @@ class LeafKernels:
         return [matrix for program in self._programs.values() for matrix in program.native.packed_matrices]
 
     @contextmanager
-    def stepping(self, batch: StepBatch, threads: int) -> Iterator[None]:
+    def stepping(self, batch: StepBatch, threads: int, by_rows: bool) -> Iterator[None]:
         """Run a step of the model: attention layers attend to the requests of `batch`.
 
         Everything that the calling thread runs meanwhile, PyTorch's operations too, uses this many threads, in teams of
@@ -78,6 +78,7 @@ class LeafKernels:
         self.usage.clear()
         try:
             for program in self._programs.values():
+                program.by_rows = by_rows
                 program.begin(batch)
             yield
         finally:

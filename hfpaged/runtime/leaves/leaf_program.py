@@ -38,6 +38,7 @@ class LeafProgram:
         native: the operations.
         dtype: of all tensors.
         threads: most threads of a call at present.
+        by_rows: whether each of them may get rows of its own where there are many.
         source, sampled: buffers of what a leaf reads: rows, and rows to give the argmax of their logits.
     """
 
@@ -45,6 +46,7 @@ class LeafProgram:
         self.native = NativeProgram(library, dtype)
         self.dtype = dtype
         self.threads = 1
+        self.by_rows = False
         self.source = self.native.add_buffer(1)
         self.sampled = self.native.add_buffer(1, RowSet.SAMPLES)
         self._usage = usage
@@ -157,7 +159,7 @@ class LeafProgram:
         self._run(self._numbered(step, rows, "sample_rows"), ops, rows, self.threads)
 
     def _run(self, step: abi.Step, ops: OpRange, rows: int, threads: int) -> None:
-        step.tokens, step.threads = rows, threads
+        step.tokens, step.threads, step.by_rows = rows, threads, self.by_rows
         start = time.perf_counter()
         self.native.run(step, ops)
         self._usage.add(time.perf_counter() - start, threads, step.cpu_seconds)
