@@ -163,8 +163,8 @@ class ThreadPolicy:
     def can_split_rows(self, estimate: float) -> bool:
         """Whether a step of that estimate may give each thread rows of its own.
 
-        That is fastest while all threads have the CPU. Beside a busy process it would leave the slowest thread's rows to
-        that thread, whereas threads that share every operation take over from each other.
+        That is fastest while all threads have the CPU. Beside a busy process one would be alone with its rows for long,
+        whereas threads that share every operation take over from each other.
         """
         return not self._min_thread_seconds or self._class_of(estimate).is_undisturbed
 

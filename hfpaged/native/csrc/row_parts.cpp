@@ -79,7 +79,7 @@ bool has_whole_requests(const HfpBatch& batch, int64_t tokens) {
 
 void RowPart::take(const Code& code, const std::vector<Buffer>& of_whole, const Step& whole, int64_t first,
                    int64_t end) {
-  first_token = first;
+  first_token = first_request_token = first;
   step = whole;
   step.tokens = end - first;
   step.threads = 1;
@@ -144,7 +144,6 @@ int RowParts::count_for(const Code& code, const Step& step) {
 
 HfpProgramStatus RowParts::cut(const Code& code, const std::vector<Buffer>& buffers, const Step& step, int count) {
   find_costs(code, buffers, step);
-  count_ = count;
   if (parts_.size() < size_t(count)) parts_.resize(count);
   progress_.assign(count, {});
   int64_t first = 0;

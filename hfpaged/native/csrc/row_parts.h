@@ -2,7 +2,6 @@
 // one operation writes is in the cache of the core that the next one runs on, and threads wait for each other only where
 // a request has rows in several parts. For baseline sources only.
 #pragma once
-#include <cstddef>
 #include <vector>
 
 #include "run_memory.h"
@@ -42,7 +41,6 @@ class RowParts {
   // Throws std::bad_alloc.
   HfpProgramStatus cut(const Code& code, const std::vector<Buffer>& buffers, const Step& step, int count);
 
-  int count() const { return count_; }
   RowPart& operator[](int index) { return parts_[index]; }
 
   // Rows of part `index` for the thread that runs it. The parts before it have to be running, or done.
@@ -55,7 +53,6 @@ class RowParts {
   std::vector<RowPart> parts_;
   std::vector<Progress> progress_;
   std::vector<double> costs_;  // of all tokens before each one; at the end, of all
-  int count_ = 0;
 };
 
 }  // namespace hfp
