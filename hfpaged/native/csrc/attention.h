@@ -10,6 +10,7 @@
 #pragma once
 #include "abi.h"
 #include "kv_cache.h"
+#include "units.h"
 
 // Token t of a request at position p attends to positions [max(0, p - window + 1), p] of that request.
 // Strides are in elements; the last dimension is contiguous. Query and output have the dtype of the cache.
@@ -37,7 +38,7 @@ constexpr int kChunkTokens = 256;
 constexpr int kSplitTokens = 512;
 constexpr int kMaxItemRows = 48;
 constexpr int kMaxHeadDim = 512;
-// What an item with several KV heads reads in one chunk, at most. As much is fetched ahead; both fit into an L2 cache.
+// What an item with several KV heads reads in one chunk, at most: it fits into an L2 cache.
 constexpr int kChunkBytes = 192 << 10;
 
 // Splits of one item that are run as items of their own. The one that finishes last merges them all.
@@ -78,9 +79,25 @@ struct PlannedItems {
 // Decides on the items (attention_plan.h, which is for baseline sources only).
 class AttentionPlan;
 
-// Runs one item: any order, any thread, each item once. No OpenMP inside. All items of a layer must be done before the
-// next layer's begin. The arguments must have passed check_attention().
-void run_attention_item(const PlannedItems& plan, const HfpAttentionArgs& args, int index);
+// Items [first, last), of which the same thread will probably run those up to own_end next.
+struct ItemRange {
+  int first, last, own_end;
+};
+
+// Runs some items, and fetches ahead what they and those up to own_end read: any order, any thread, each item once. No
+// OpenMP inside. All items of a layer must be done before the next layer's begin. The arguments must have passed
+// check_attention().
+void run_attention_items(const PlannedItems& plan, const HfpAttentionArgs& args, ItemRange items);
+
+// A thread's part of the items, of which each thread was dealt its range.
+HFP_ALWAYS_INLINE inline void work_through_items(const PlannedItems& plan, const HfpAttentionArgs& args,
+                                                 UnitRange* ranges, Share share) {
+  int begin = int(share.begin(plan.count)), end = int(share.end(plan.count));
+  work_through(ranges, share, [&](int first, int last) {
+    bool is_own = begin <= first && last <= end;
+    run_attention_items(plan, args, {first, last, is_own ? end : last});
+  });
+}
 
 // Length of the running result of `rows` rows: their maxima, their sums, their weighted values.
 static inline int64_t partial_floats(int rows, int value_dim) {

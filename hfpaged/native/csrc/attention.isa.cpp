@@ -13,15 +13,17 @@ namespace {
 template <class T>
 class ItemRun {
  public:
-  ItemRun(const HfpAttentionArgs& args, const PlannedItems& plan, int index)
+  ItemRun(const HfpAttentionArgs& args, const PlannedItems& plan, int index, ReadAhead& ahead)
       : args_(args),
         cache_(*args.cache),
         item_(plan.items[index]),
         walk_(args, plan.members, item_),
-        ahead_(args, plan, index, tiles_ahead(*args.cache)),
+        ahead_(ahead),
         rows_(item_.rows()),
         pairs_(cache_.key_dim / 2),
-        value_stride_((cache_.value_dim + kLanes - 1) / kLanes * kLanes) {
+        value_stride_((cache_.value_dim + kLanes - 1) / kLanes * kLanes),
+        scale_(args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E),
+        cap_(args.softcap * kLog2E) {
     find_rows(plan.members + item_.first_member);
   }
 
@@ -39,15 +41,6 @@ class ItemRun {
 
  private:
   using Factor = typename Dot<T>::Factor;
-  // Rows of each KV head fill whole tiles of rows, the last one perhaps in part. Several KV heads read no more than
-  // kChunkBytes a chunk, which limits their dimensions; one more tile of rows may be read past the end.
-  static constexpr int kQueryFactors = kMaxItemRows * kMaxHeadDim / 2 +
-                                       kTileRows * (kChunkBytes / kChunkTokens / int(2 * sizeof(T))) + kTileRows;
-
-  static int tiles_ahead(const HfpCache& cache) {
-    return larger(1, kChunkBytes / int(tile_stride(cache) * sizeof(T)));
-  }
-
   // Rows of a KV head go by member, token, head.
   void find_rows(const int32_t* members) {
     int row = 0;
@@ -82,21 +75,14 @@ class ItemRun {
     return partial(group.partials + (split - group.first_split) * floats);
   }
 
-  Factor* query_at(int kv, int row) {
-    int row_tiles = (rows_ + kTileRows - 1) / kTileRows;
-    return query_ + int64_t(kv * row_tiles + row / kTileRows) * pairs_ * kTileRows + row % kTileRows;
-  }
+  // The factors of a row of the item's KV head number `kv`.
+  Factor* query_at(int kv, int row) { return query_ + (kv * rows_ + row) * kQueryStride; }
 
-  // Query rows as factors, [KV head][tile of rows][pair][kTileRows]; rows that do not exist are zero.
   void load_query() {
-    memset(query_, 0, sizeof(Factor) * (query_at(item_.num_kv_heads, 0) - query_ + kTileRows));
-    Factor row_factors[kMaxHeadDim / 2];
     for (int kv = 0; kv < item_.num_kv_heads; kv++)
       for (int row = 0; row < rows_; row++) {
         int64_t offset = token_[row] * args_.query_token_stride + head_of(kv, row) * args_.query_head_stride;
-        Dot<T>::factors(row_factors, static_cast<const T*>(args_.query) + offset, pairs_);
-        Factor* query = query_at(kv, row);
-        for (int i = 0; i < pairs_; i++) query[i * kTileRows] = row_factors[i];
+        Dot<T>::factors(query_at(kv, row), static_cast<const T*>(args_.query) + offset, pairs_);
       }
   }
 
@@ -113,12 +99,14 @@ class ItemRun {
   // Computes the split that the walk is in.
   void attend_split(const Partial& result) {
     result.clear();
-    for (int split = walk_.split(); !walk_.at_end() && walk_.split() == split; walk_.advance())
+    for (int split = walk_.split(); !walk_.at_end() && walk_.split() == split; walk_.advance()) {
+      find_tiles();
       for (int kv = 0; kv < item_.num_kv_heads; kv++) attend_chunk(kv, result);
+    }
   }
 
   void attend_chunk(int kv, const Partial& result) {
-    find_tiles(kv);
+    point_to_tiles(kv);
     int rows_per_member = rows_ / item_.num_members;
     int first = walk_.is_shared() ? 0 : walk_.member() * rows_per_member;
     int last = walk_.is_shared() ? rows_ : first + rows_per_member;
@@ -134,54 +122,57 @@ class ItemRun {
   }
 
   void attend_rows(int kv, int first_row, int rows, Span tiles, const Partial& result) {
-    compute_scores<T>(rows, query_at(kv, first_row), pairs_, keys_, tiles.first, tiles.last, args_.scale, scores_);
+    compute_scores<T>(rows, query_at(kv, first_row), pairs_, keys_, tiles.first, tiles.last, scale_, scores_);
     int first_result = kv * rows_ + first_row;
     for (int i = 0; i < rows; i++)
-      soften<T>(scores_ + i * kChunkTokens, in_chunk(seen_by(first_row + i)), tiles, args_.softcap,
+      soften<T>(scores_ + i * kChunkTokens, in_chunk(seen_by(first_row + i)), tiles, cap_,
                 factors_ + i * (kChunkTokens / 2), result, first_result + i);
     weigh_values(rows, tiles, result.out + int64_t(first_result) * result.stride);
   }
 
-  // Tiles whose values cannot be multiplied where they are go through a copy: those with slots beyond the context,
-  // whose content is undefined (0 * NaN is NaN), and all of them if the dimension is not a multiple of the lanes.
+  // Vectors of values that are not whole would end in the next token's, so those tiles go through a padded copy.
   void weigh_values(int rows, Span tiles, float* out) {
     int known = args_.batch->context_len[walk_.request()] - walk_.chunk();
-    Span usable = {tiles.first, smaller(tiles.last, known / kTileTokens)};
-    if (value_stride_ != cache_.value_dim) usable.last = usable.first;
-    if (!usable.empty()) add_values<T>(rows, value_tiles(usable, values_.now + usable.first), out);
-    for (int tile = usable.last; tile < tiles.last; tile++) {
-      copy_value_tile(values_.now[tile], smaller(kTileTokens, known - tile * kTileTokens));
-      const T* copy = copied_tile_;
-      add_values<T>(rows, value_tiles({tile, tile + 1}, &copy), out);
+    int first = tiles.first * kTileTokens, last = smaller(known, tiles.last * kTileTokens);
+    if (value_stride_ == cache_.value_dim)
+      return add_values<T>(rows, value_tiles(first, last, values_.now + tiles.first), out);
+    for (; first < last; first += kTileTokens) {
+      pad_value_tile(values_.now[first / kTileTokens]);
+      const T* copy = padded_tile_;
+      add_values<T>(rows, value_tiles(first, smaller(last, first + kTileTokens), &copy), out);
     }
   }
 
-  ValueTiles<T> value_tiles(Span tiles, const T* const* now) const {
-    return {now, values_.next + tiles.first, tiles.last - tiles.first, value_stride_,
-            factors_ + tiles.first * (kTileTokens / 2)};
+  // Tokens [first, last) of the chunk, from the first one of a tile, of which the first values are at *now.
+  ValueTiles<T> value_tiles(int first, int last, const T* const* now) const {
+    return {now, values_.next + first / kTileTokens, last - first, value_stride_, factors_ + first / 2};
   }
 
-  // Copies a value tile with rows padded to whole vectors, and zeros for tokens from `tokens` on.
-  void copy_value_tile(const T* tile, int tokens) {
+  void pad_value_tile(const T* tile) {
     constexpr int kPack = kTokensPerRow<T>;
     int row_elements = cache_.value_dim * kPack, padded = value_stride_ * kPack;
-    int whole_rows = tokens / kPack;
-    memset(copied_tile_, 0, sizeof(T) * kTileTokens * value_stride_);
-    for (int row = 0; row < whole_rows; row++)
-      memcpy(copied_tile_ + row * padded, tile + row * row_elements, sizeof(T) * row_elements);
-    if (tokens % kPack == 0) return;
-    const T* from = tile + whole_rows * row_elements;
-    T* to = copied_tile_ + whole_rows * padded;
-    for (int d = 0; d < row_elements; d += kPack) to[d] = from[d];
+    memset(padded_tile_, 0, sizeof(T) * kTileTokens * value_stride_);
+    for (int row = 0; row < kTileTokens / kPack; row++)
+      memcpy(padded_tile_ + row * padded, tile + row * row_elements, sizeof(T) * row_elements);
   }
 
-  // Looks up the chunk's tiles, and for each the tile to prefetch while it is read.
-  void find_tiles(int kv) {
+  // Looks up the chunk's tiles of the item's first KV head.
+  void find_tiles() {
     Span tiles = walk_.tiles();
     int first_in_chunk = walk_.chunk() / kTileTokens;
-    for (int tile = tiles.first; tile < tiles.last; tile++) {
-      int i = tile - first_in_chunk;
-      int64_t index = tile_in_cache(args_, walk_.request(), item_.kv_head + kv, tile);
+    for (TileRun run = {0, tiles.first, 0}; run.last < tiles.last;) {
+      run = run_of_tiles(args_, walk_.request(), item_.kv_head, run.last, tiles.last);
+      for (int tile = run.first; tile < run.last; tile++)
+        first_head_tile_[tile - first_in_chunk] = run.index + (tile - run.first);
+    }
+  }
+
+  // Where the chunk's tiles of a KV head are, and for each the tile to prefetch while it is read.
+  void point_to_tiles(int kv) {
+    Span tiles = walk_.tiles();
+    int first_in_chunk = walk_.chunk() / kTileTokens, tiles_per_block = args_.batch->block_size / kTileTokens;
+    for (int i = tiles.first - first_in_chunk; i < tiles.last - first_in_chunk; i++) {
+      int64_t index = first_head_tile_[i] + kv * tiles_per_block;
       keys_.now[i] = key_tile(index);
       values_.now[i] = value_tile(index);
       if (!ahead_.at_end()) index = ahead_.next();
@@ -208,43 +199,52 @@ class ItemRun {
 
   void write_row(const Partial& result, int row, int64_t head, T* output) const {
     float sum = result.sum[row];
-    if (args_.sinks) sum += exp1(args_.sinks[head] - result.max[row]);
+    if (args_.sinks) sum += power_of_two(args_.sinks[head] * kLog2E - result.max[row]);
     const float* values = result.out + int64_t(row) * result.stride;
-    int d = 0;
-    for (; d + kLanes <= cache_.value_dim; d += kLanes) store16(output + d, load16(values + d) / splat16(sum));
-    if (d == cache_.value_dim) return;
-    T lanes[kLanes];
-    store16(lanes, load16(values + d) / splat16(sum));
-    memcpy(output + d, lanes, sizeof(T) * (cache_.value_dim - d));
+    Vec16 inverse = splat16(1.f / sum);
+    for_each16(cache_.value_dim, [&](int d, auto count) {
+      store_upto16(output + d, load16(values + d) * inverse, count);
+    });
   }
 
   const HfpAttentionArgs& args_;
   const HfpCache& cache_;
   const AttentionItem& item_;
   ItemWalk walk_;
-  ReadAhead ahead_;
+  ReadAhead& ahead_;
   int rows_;  // of each KV head
   int pairs_, value_stride_;
+  float scale_, cap_;  // of the scores, in units of ln 2
   int64_t token_[kMaxItemRows];  // of each row: its place in the packed step
   int position_[kMaxItemRows];   // of each row: the token's position in its request
+  int64_t first_head_tile_[kTilesPerChunk];
   TilePointers<T> keys_, values_;
-  alignas(64) Factor query_[kQueryFactors];
+  // Blocks of rows may read rows that do not exist behind the last.
+  alignas(64) Factor query_[(kMaxItemRows + kTileRows) * kQueryStride];
   alignas(64) float scores_[kTileRows * kChunkTokens];
   alignas(64) Factor factors_[kTileRows * kChunkTokens / 2];
   alignas(64) float result_[kMaxItemRows * (2 + kMaxHeadDim)];
   alignas(64) float part_[kMaxItemRows * (2 + kMaxHeadDim)];
-  alignas(64) T copied_tile_[kTileTokens * kMaxHeadDim];
+  alignas(64) T padded_tile_[kTileTokens * kMaxHeadDim];
 };
+
+template <class T>
+void attend(const HfpAttentionArgs& args, const PlannedItems& plan, ItemRange items) {
+  int distance = larger(1, kAheadBytes / int(tile_stride(*args.cache) * sizeof(T)));
+  ReadAhead ahead(args, plan, items, distance);
+  for (int index = items.first; index < items.last; index++) {
+    int32_t group = plan.items[index].group;
+    ItemRun<T>(args, plan, index, ahead).run(group < 0 ? nullptr : plan.groups + group);
+  }
+}
 
 }  // namespace
 
-void attend_item(const HfpAttentionArgs& args, const PlannedItems& plan, int index) {
-  int32_t number = plan.items[index].group;
-  SplitGroup* group = number < 0 ? nullptr : plan.groups + number;
+void attend_items(const HfpAttentionArgs& args, const PlannedItems& plan, ItemRange items) {
   switch (args.cache->dtype) {
-    case HFP_FP32: return ItemRun<float>(args, plan, index).run(group);
-    case HFP_BF16: return ItemRun<bf16>(args, plan, index).run(group);
-    default: return ItemRun<fp16>(args, plan, index).run(group);
+    case HFP_FP32: return attend<float>(args, plan, items);
+    case HFP_BF16: return attend<bf16>(args, plan, items);
+    default: return attend<fp16>(args, plan, items);
   }
 }
 

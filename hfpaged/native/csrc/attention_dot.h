@@ -4,6 +4,7 @@
 //   Pairs        sixteen pairs of cache elements, one pair a lane
 //   Factor       the pair they are multiplied with, the same in all lanes
 //   load         Pairs from a tile; `stride` is the distance of the two numbers of a pair, which only fp32 tiles have
+//   first_of     Pairs with zeros in the place of the second numbers
 //   keep_in_register   stops the compiler from loading pairs again for each row that uses them
 //   multiply_add sum + factor.first * pairs.first + factor.second * pairs.second, per lane
 //   factors      query elements, or sixteen probabilities, as Factors
@@ -15,60 +16,6 @@
 namespace hfp {
 namespace HFP_ISA {
 namespace {
-
-struct fp16 {
-  uint16_t bits;
-};
-
-inline float widen(float x) { return x; }
-inline float widen(bf16 x) {
-  uint32_t bits = uint32_t(x.bits) << 16;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-
-#if defined(__F16C__)
-inline float widen(fp16 x) { return _cvtsh_ss(x.bits); }
-inline fp16 narrow(float x) { return {uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))}; }
-#else
-// Subnormal halves come out of the float multiplication normalized; infinity and NaN need the larger exponent.
-inline float widen(fp16 x) {
-  uint32_t bits = uint32_t(x.bits & 0x7fff) << 13;
-  float value;
-  memcpy(&value, &bits, sizeof value);
-  value *= 0x1p112f;
-  memcpy(&bits, &value, sizeof value);
-  if ((x.bits & 0x7c00) == 0x7c00) bits |= 0x7f800000u;
-  bits |= uint32_t(x.bits & 0x8000) << 16;
-  memcpy(&value, &bits, sizeof value);
-  return value;
-}
-inline fp16 narrow(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  uint16_t sign = uint16_t(bits >> 16 & 0x8000);
-  bits &= 0x7fffffffu;
-  if (bits > 0x7f800000u) return {uint16_t(sign | 0x7e00)};
-  if (bits >= 0x47800000u) return {uint16_t(sign | 0x7c00)};
-  if (bits < 0x38800000u) {
-    // Adding 0.5 lets the addition round to the spacing of subnormal halves, 2^-24.
-    float magnitude;
-    memcpy(&magnitude, &bits, sizeof bits);
-    magnitude += 0.5f;
-    memcpy(&bits, &magnitude, sizeof bits);
-    return {uint16_t(sign | (bits - 0x3f000000u))};
-  }
-  bits += 0xfffu + (bits >> 13 & 1u) - (112u << 23);
-  return {uint16_t(sign | bits >> 13)};
-}
-#endif
-
-inline void store16(fp16* p, Vec16 a) {
-  float lanes[kLanes];
-  store16(lanes, a);
-  for (int i = 0; i < kLanes; i++) p[i] = narrow(lanes[i]);
-}
 
 // Tokens that share a row of a value tile.
 template <class T>
@@ -86,13 +33,15 @@ template <class T>
 struct FloatDot {
   using Pairs = FloatPairs;
   using Factor = FloatFactor;
+  static inline Pairs first_of(Pairs pairs) { return {pairs.first, zero16()}; }
   static inline void keep_in_register(Pairs&) {}
   static inline Vec16 multiply_add(Vec16 sum, const Factor& factor, Pairs pairs) {
     sum = fma16(splat16(factor.first), pairs.first, sum);
     return fma16(splat16(factor.second), pairs.second, sum);
   }
   static inline void factors(Factor* out, const T* row, int count) {
-    for (int i = 0; i < count; i++) out[i] = {widen(row[2 * i]), widen(row[2 * i + 1])};
+    float* numbers = &out->first;
+    for_each16(2 * count, [&](int i, auto lanes) { store_upto16(numbers + i, load_upto16(row + i, lanes), lanes); });
   }
   static inline void factors(Factor* out, Vec16 lanes) { store16(&out->first, lanes); }
 };
@@ -113,6 +62,9 @@ struct Dot<bf16> {
   using Factor = uint32_t;
   static inline Pairs load(const bf16* p, int) {
     return (__m512bh)_mm512_loadu_si512(p);
+  }
+  static inline Pairs first_of(Pairs pairs) {
+    return (__m512bh)_mm512_and_si512((__m512i)pairs, _mm512_set1_epi32(0xffff));
   }
   static inline void keep_in_register(Pairs& pairs) { asm("" : "+v"(pairs)); }
   static inline Vec16 multiply_add(Vec16 sum, const Factor& factor, Pairs pairs) {
@@ -165,8 +117,10 @@ struct Dot<fp16> : FloatDot<fp16> {
     load_half(p + kLanes, pairs.first.hi, pairs.second.hi);
     return pairs;
 #else
-    float first[kLanes], second[kLanes];
-    for (int i = 0; i < kLanes; i++) first[i] = widen(p[2 * i]), second[i] = widen(p[2 * i + 1]);
+    float both[2 * kLanes], first[kLanes], second[kLanes];
+    store16(both, load16(p));
+    store16(both + kLanes, load16(p + kLanes));
+    for (int i = 0; i < kLanes; i++) first[i] = both[2 * i], second[i] = both[2 * i + 1];
     return {load16(first), load16(second)};
 #endif
   }

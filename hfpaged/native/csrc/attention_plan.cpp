@@ -9,7 +9,6 @@ namespace {
 constexpr int kNarrowItemRows = 12;        // rows that share one read of a tile from the L1 cache
 constexpr int kItemsPerThread = 4;         // enough for dynamic scheduling to even out
 constexpr int kSplitsPerThread = 8;        // parts no longer than this share of the work wait for nobody long
-constexpr int kRunsPerThread = 8;          // times that a thread comes back for more items
 constexpr int64_t kThreadWork = 1 << 19;   // multiply-adds worth waking a thread for, about 5 microseconds
 constexpr int kReadCost = 4;               // reading a tile costs about as much as computing this many rows with it
 
@@ -133,10 +132,6 @@ void AttentionPlan::build(const HfpAttentionArgs& args, int max_threads) {
     split_long_items(args, num_threads_);
     order_by_cost();
   }
-}
-
-int AttentionPlan::items_at_once() const {
-  return std::max(1, int(items_.size()) / (kRunsPerThread * num_threads_));
 }
 
 // Cuts the rows of a group into items: by its tokens or its members, by query heads, and by KV heads, of which an item

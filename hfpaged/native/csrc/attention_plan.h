@@ -23,9 +23,6 @@ class AttentionPlan {
   // How many threads the work is worth.
   int num_threads() const { return num_threads_; }
 
-  // How many neighbouring items a thread should take at once: what it fetches ahead is then its own.
-  int items_at_once() const;
-
  private:
   void add_items(const HfpAttentionArgs& args, const PrefixGroup& group, int item_rows, int kv_heads);
   void add_item(const HfpAttentionArgs& args, const AttentionItem& item);

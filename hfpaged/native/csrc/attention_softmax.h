@@ -21,7 +21,10 @@ inline Span tiles_of(Span positions) {
   return {positions.first / kTileTokens, (positions.last + kTileTokens - 1) / kTileTokens};
 }
 
-// Running result of some rows: sum[r] of exp(score - max[r]), and out[r] the same sum over weighted values.
+// Scores are in units of ln 2, so that their exponentials are powers of two.
+constexpr float kLog2E = 1.44269504f;
+
+// Running result of some rows: sum[r] of 2^(score - max[r]), and out[r] the same sum over weighted values.
 // sum is 0 for a row that has seen no token yet, and at least about 1 for any other.
 struct Partial {
   float* max;
@@ -35,9 +38,10 @@ struct Partial {
   void clear() const { memset(max, 0, sizeof(float) * partial_floats(rows, stride)); }
 };
 
-inline float exp1(float x) {
+// 2^x, at most 2^127.
+inline float power_of_two(float x) {
   float lanes[kLanes];
-  store16(lanes, exp16(splat16(x)));
+  store16(lanes, exp2_16(min16(splat16(x), splat16(127.f))));
   return lanes[0];
 }
 
@@ -58,8 +62,9 @@ inline Vec16 keep_lanes(Vec16 x, Span span, float other) {
 // Args:
 //   scores: [kChunkTokens].
 //   seen: tokens of the chunk that the row attends to, not empty.
+//   cap: if not 0, each score becomes cap * tanh(score).
 // Returns the largest of those scores.
-inline float mask_scores(float* scores, Span seen, float softcap) {
+inline float mask_scores(float* scores, Span seen, float cap) {
   constexpr float kMinusInfinity = -__builtin_inff();
   Vec16 top = splat16(kMinusInfinity);
   Span tiles = tiles_of(seen);
@@ -68,9 +73,9 @@ inline float mask_scores(float* scores, Span seen, float softcap) {
     float* p = scores + start;
     Vec16 x = load16(p);
     bool whole = seen.first <= start && seen.last >= start + kTileTokens;
-    if (softcap > 0) x = tanh16(x / splat16(softcap)) * splat16(softcap);
+    if (cap > 0) x = tanh16(x) * splat16(cap);
     if (!whole) x = keep_lanes(x, {seen.first - start, seen.last - start}, kMinusInfinity);
-    if (!whole || softcap > 0) store16(p, x);
+    if (!whole || cap > 0) store16(p, x);
     top = max16(top, x);
   }
   return largest16(top);
@@ -83,26 +88,26 @@ inline float mask_scores(float* scores, Span seen, float softcap) {
 //   tiles: tiles that will be multiplied with the factors; at least those of `seen`.
 //   factors: [kChunkTokens / 2], written for `tiles`: zero outside `seen`.
 template <class T>
-inline void soften(float* scores, Span seen, Span tiles, float softcap, typename Dot<T>::Factor* factors,
+inline void soften(float* scores, Span seen, Span tiles, float cap, typename Dot<T>::Factor* factors,
                    const Partial& result, int row) {
   constexpr int kFactorsPerTile = kTileTokens / 2;
   Span own = seen.empty() ? Span{tiles.last, tiles.last} : tiles_of(seen);
   memset(factors + tiles.first * kFactorsPerTile, 0, sizeof(*factors) * kFactorsPerTile * (own.first - tiles.first));
   memset(factors + own.last * kFactorsPerTile, 0, sizeof(*factors) * kFactorsPerTile * (tiles.last - own.last));
   if (seen.empty()) return;
-  float top = mask_scores(scores, seen, softcap);
+  float top = mask_scores(scores, seen, cap);
   bool first = result.sum[row] == 0;
   float max = !first && result.max[row] > top ? result.max[row] : top;
   Vec16 sum = zero16();
   for (int tile = own.first; tile < own.last; tile++) {
     int start = tile * kTileTokens;
-    Vec16 x = exp16(load16(scores + start) - splat16(max));
+    Vec16 x = exp2_16(load16(scores + start) - splat16(max));
     if (seen.first > start || seen.last < start + kTileTokens)
       x = keep_lanes(x, {seen.first - start, seen.last - start}, 0.f);
     sum = sum + x;
     Dot<T>::factors(factors + tile * kFactorsPerTile, x);
   }
-  float kept = first ? 0.f : exp1(result.max[row] - max);
+  float kept = first ? 0.f : power_of_two(result.max[row] - max);
   result.sum[row] = result.sum[row] * kept + sum16(sum);
   result.max[row] = max;
   if (!first && kept != 1.f) scale_row(result.out + int64_t(row) * result.stride, result.stride, kept);
@@ -121,7 +126,7 @@ inline void merge(const Partial& into, const Partial& part) {
       continue;
     }
     float max = into.max[row] > part.max[row] ? into.max[row] : part.max[row];
-    float kept = exp1(into.max[row] - max), weight = exp1(part.max[row] - max);
+    float kept = power_of_two(into.max[row] - max), weight = power_of_two(part.max[row] - max);
     into.sum[row] = into.sum[row] * kept + part.sum[row] * weight;
     into.max[row] = max;
     for (int i = 0; i < into.stride; i += kLanes)

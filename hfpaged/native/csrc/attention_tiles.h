@@ -13,6 +13,7 @@ namespace {
 constexpr int kTileRows = 12;                       // rows that share one read of a tile
 constexpr int kPairFloats = 2 * kTileTokens;   // cache elements in one Pairs of keys
 constexpr int kTilesPerChunk = kChunkTokens / kTileTokens;
+constexpr int kQueryStride = kMaxHeadDim / 2 + 16;  // factors from row to row; no power of two, so that L1 sets differ
 
 // How many Vec16 the registers hold (with room for a factor where it needs one), and the most rows of a block.
 #if defined(__AVX512F__)
@@ -48,7 +49,7 @@ struct TilePointers {
   const T* next[kTilesPerChunk];
 };
 
-// Scores of R rows against N tiles. query is [pairs][kTileRows], scores [R][kChunkTokens].
+// Scores of R rows against N tiles. query is [R][kQueryStride], scores [R][kChunkTokens].
 template <class T, int R, int N>
 inline void score_block(const typename Dot<T>::Factor* query, int pairs, const T* const* key, const T* const* next,
                         Vec16 scale, float* scores) {
@@ -68,7 +69,7 @@ inline void score_block(const typename Dot<T>::Factor* query, int pairs, const T
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-      for (int n = 0; n < N; n++) sum[r][n] = Dot<T>::multiply_add(sum[r][n], query[d * kTileRows + r], tile[n]);
+      for (int n = 0; n < N; n++) sum[r][n] = Dot<T>::multiply_add(sum[r][n], query[r * kQueryStride + d], tile[n]);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -94,7 +95,7 @@ inline void score_rows(int rows, const typename Dot<T>::Factor* query, int pairs
     if (rows <= smaller_height(R))
       return score_rows<T, smaller_height(R)>(rows, query, pairs, keys, first, last, scale, scores);
   }
-  score_tiles<T, R, vectors_beside(R, 8)>(query, pairs, keys, first, last, scale, scores);
+  score_tiles<T, R, vectors_beside(R, 4)>(query, pairs, keys, first, last, scale, scores);
 }
 
 // scores[r][16 * tile + token] = scale * query row r * key, for `rows` rows and the tiles [first, last) of a chunk.
@@ -104,51 +105,74 @@ void compute_scores(int rows, const typename Dot<T>::Factor* query, int pairs, c
                     int last, float scale, float* scores) {
   for (int r = 0; r < rows; r += kScoreRows) {
     int height = rows - r < kScoreRows ? rows - r : kScoreRows;
-    score_rows<T, kScoreRows>(height, query + r, pairs, keys, first, last, splat16(scale), scores + r * kChunkTokens);
+    score_rows<T, kScoreRows>(height, query + r * kQueryStride, pairs, keys, first, last, splat16(scale),
+                              scores + r * kChunkTokens);
   }
 }
 
-// Where the values of a run of tiles and the factors for them are.
+// Where the values of a run of tokens, from the first one of a tile, and the factors for them are.
 template <class T>
 struct ValueTiles {
   const T* const* now;
   const T* const* next;
-  int count;
+  int tokens;
   int stride;     // elements between two tokens' rows: the value dimension, padded to whole vectors
   const typename Dot<T>::Factor* factors;  // [rows][kChunkTokens / 2], from the first tile's first pair of tokens
 };
 
-// Adds R rows by N vectors of weighted values to out, at column `column`.
+// Sums of R rows by N vectors of weighted values.
+template <class T, int R, int N>
+struct ValueSums {
+  Vec16 sum[R][N];
+
+  // Adds the values of two tokens, or of the first one alone if IsHalf.
+  template <bool IsHalf>
+  HFP_ALWAYS_INLINE void add(const T* row, const T* next, int stride, const typename Dot<T>::Factor* factors) {
+    constexpr int kVector = kLanes * kTokensPerRow<T>;
+    typename Dot<T>::Pairs values[N];
+#pragma GCC unroll 16
+    for (int n = 0; n < N; n++) {
+      values[n] = Dot<T>::load(row + n * kVector, stride);
+      if constexpr (IsHalf) values[n] = Dot<T>::first_of(values[n]);
+      if constexpr (!reloads(R)) Dot<T>::keep_in_register(values[n]);
+      if constexpr (prefetches(R)) prefetch(next + n * kVector, kVector);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 16
+      for (int n = 0; n < N; n++)
+        sum[r][n] = Dot<T>::multiply_add(sum[r][n], factors[r * (kChunkTokens / 2)], values[n]);
+  }
+};
+
+// Adds R rows by N vectors of weighted values to out, at column `column`. What is behind the last token, even in the
+// pair that it begins, is undefined and might be NaN.
 template <class T, int R, int N>
 inline void value_block(const ValueTiles<T>& tiles, int column, float* out) {
-  constexpr int kPack = kTokensPerRow<T>;
-  Vec16 sum[R][N];
+  constexpr int kPairsPerTile = kTileTokens / 2;
+  ValueSums<T, R, N> sums;
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) sum[r][n] = load16(out + r * tiles.stride + column + n * kLanes);
-  for (int tile = 0; tile < tiles.count; tile++) {
-    const typename Dot<T>::Factor* factors = tiles.factors + tile * (kTileTokens / 2);
-    for (int pair = 0; pair < kTileTokens / 2; pair++) {
-      int64_t offset = int64_t(2) * pair * tiles.stride + column * kPack;
-      typename Dot<T>::Pairs values[N];
-#pragma GCC unroll 16
-      for (int n = 0; n < N; n++) {
-        values[n] = Dot<T>::load(tiles.now[tile] + offset + n * kLanes * kPack, tiles.stride);
-        if constexpr (!reloads(R)) Dot<T>::keep_in_register(values[n]);
-        if constexpr (prefetches(R)) prefetch(tiles.next[tile] + offset + n * kLanes * kPack, kLanes * kPack);
-      }
-#pragma GCC unroll 16
-      for (int r = 0; r < R; r++)
-#pragma GCC unroll 16
-        for (int n = 0; n < N; n++)
-          sum[r][n] = Dot<T>::multiply_add(sum[r][n], factors[r * (kChunkTokens / 2) + pair], values[n]);
+    for (int n = 0; n < N; n++) sums.sum[r][n] = load16(out + r * tiles.stride + column + n * kLanes);
+  int tile = 0, whole = tiles.tokens / kTileTokens, rest = tiles.tokens % kTileTokens;
+  int first = column * kTokensPerRow<T>;
+  const typename Dot<T>::Factor* factors = tiles.factors;
+  for (; tile < whole; tile++)
+    for (int pair = 0; pair < kPairsPerTile; pair++, factors++) {
+      int64_t offset = int64_t(2) * pair * tiles.stride + first;
+      sums.template add<false>(tiles.now[tile] + offset, tiles.next[tile] + offset, tiles.stride, factors);
     }
+  for (int pair = 0; 2 * pair < rest; pair++, factors++) {
+    int64_t offset = int64_t(2) * pair * tiles.stride + first;
+    const T *row = tiles.now[tile] + offset, *next = tiles.next[tile] + offset;
+    if (2 * pair + 1 < rest) sums.template add<false>(row, next, tiles.stride, factors);
+    else sums.template add<true>(row, next, tiles.stride, factors);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 16
-    for (int n = 0; n < N; n++) store16(out + r * tiles.stride + column + n * kLanes, sum[r][n]);
+    for (int n = 0; n < N; n++) store16(out + r * tiles.stride + column + n * kLanes, sums.sum[r][n]);
 }
 
 template <class T, int R, int N>

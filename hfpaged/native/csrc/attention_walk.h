@@ -61,41 +61,53 @@ class ItemWalk {
   int split_, part_ = 0, chunk_ = 0;
 };
 
-// Where a tile is among all tiles of the layer.
-inline int64_t tile_in_cache(const HfpAttentionArgs& args, int request, int kv_head, int tile) {
+// Tiles [first, last) of a request that are in one block, and so one behind the other in the cache.
+struct TileRun {
+  int first, last;
+  int64_t index;  // of the first one among all tiles of the layer
+};
+
+// The run of tiles from `tile` on, not beyond `end`.
+inline TileRun run_of_tiles(const HfpAttentionArgs& args, int request, int kv_head, int tile, int end) {
   const HfpBatch& batch = *args.batch;
-  int tiles_per_block = batch.block_size / kTileTokens;
-  const int32_t* table = batch.block_tables + batch.table_rows[request] * batch.table_stride;
-  return tile_index(*args.cache, batch.block_size, table[tile / tiles_per_block], kv_head, tile % tiles_per_block);
+  int tiles_per_block = batch.block_size / kTileTokens, entry = tile / tiles_per_block;
+  int64_t block = batch.block_tables[batch.table_rows[request] * batch.table_stride + entry];
+  int begin = entry * tiles_per_block;
+  return {tile, smaller(end, begin + tiles_per_block),
+          tile_index(*args.cache, batch.block_size, block, kv_head, tile - begin)};
 }
 
-// Names the tiles that an item and the ones after it will read, a fixed number of tiles ahead. Those of a chunk come in
-// the order of memory: all KV heads of a block, then the next block.
+// How far ahead to fetch, in bytes: it fits into an L2 cache beside what is being read.
+constexpr int kAheadBytes = 96 << 10;
+
+// Names the tiles that a thread's items will read, a fixed number of tiles ahead. Those of a chunk come in the order of
+// memory: all KV heads of a block, then the next block.
 class ReadAhead {
  public:
-  ReadAhead(const HfpAttentionArgs& args, const PlannedItems& plan, int index, int distance)
+  ReadAhead(const HfpAttentionArgs& args, const PlannedItems& plan, ItemRange items, int distance)
       : args_(args),
         plan_(plan),
-        index_(index),
-        walk_(args, plan.members, plan.items[index]),
-        tiles_per_block_(args.batch->block_size / kTileTokens) {
+        number_(items.first),
+        end_(items.own_end),
+        tiles_per_block_(args.batch->block_size / kTileTokens),
+        walk_(args, plan.members, plan.items[items.first]) {
     begin_chunk();
     skip(distance);
   }
 
-  bool at_end() const { return index_ == plan_.count; }
+  bool at_end() const { return number_ == end_; }
 
-  // The next tile, as tile_in_cache() has it. Only before the end.
+  // Index of the next tile among all tiles of the layer. Only before the end.
   int64_t next() {
-    int64_t tile = tile_in_cache(args_, walk_.request(), item().kv_head + head_, tile_);
-    if (++tile_ < run_.last) return tile;
+    int64_t index = run_.index + head_ * tiles_per_block_ + (tile_ - run_.first);
+    if (++tile_ < run_.last) return index;
     tile_ = run_.first;
     if (++head_ == item().num_kv_heads) begin_run(run_.last);
-    return tile;
+    return index;
   }
 
  private:
-  const AttentionItem& item() const { return plan_.items[index_]; }
+  const AttentionItem& item() const { return plan_.items[number_]; }
 
   void skip(int tiles) {
     int in_chunk;
@@ -111,10 +123,9 @@ class ReadAhead {
     begin_run(chunk_.first);
   }
 
-  // A run is the part of a block that is in the chunk.
   void begin_run(int tile) {
     if (tile == chunk_.last) return end_chunk();
-    run_ = {tile, smaller(chunk_.last, (tile / tiles_per_block_ + 1) * tiles_per_block_)};
+    run_ = run_of_tiles(args_, walk_.request(), item().kv_head, tile, chunk_.last);
     tile_ = tile;
     head_ = 0;
   }
@@ -122,7 +133,7 @@ class ReadAhead {
   void end_chunk() {
     walk_.advance();
     if (walk_.at_end()) {
-      if (++index_ == plan_.count) return;
+      if (++number_ == end_) return;
       walk_ = ItemWalk(args_, plan_.members, item());
     }
     begin_chunk();
@@ -130,10 +141,11 @@ class ReadAhead {
 
   const HfpAttentionArgs& args_;
   const PlannedItems& plan_;
-  int index_;
-  ItemWalk walk_;
+  int number_, end_;  // of items
   int tiles_per_block_;
-  Span chunk_ = {0, 0}, run_ = {0, 0};
+  ItemWalk walk_;
+  Span chunk_ = {0, 0};
+  TileRun run_ = {0, 0, 0};
   int tile_ = 0, head_ = 0;
 };
 

@@ -23,6 +23,16 @@ inline Vec16 exp16(Vec16 x) {
   return scale_by_power16(horner16(taylor, r), n);
 }
 
+// 2^x for x up to 127; what is too small for a float becomes 0. The polynomial has the least relative error (2e-9) of
+// those of degree 6 on [-1/2, 1/2] that are 1 at 0.
+inline Vec16 exp2_16(Vec16 x) {
+  x = max16(x, splat16(-151.f));
+  Vec16 n = round_to_int16(x);
+  constexpr float minimax[] = {1.5353362e-4f, 1.3398874e-3f, 9.6184369e-3f, 5.5503324e-2f,
+                               2.4022648e-1f, 6.9314718e-1f, 1.f};
+  return scale_by_power16(horner16(minimax, x - n), n);
+}
+
 inline Vec16 negate16(Vec16 x) { return zero16() - x; }
 inline Vec16 abs16(Vec16 x) { return max16(x, negate16(x)); }
 

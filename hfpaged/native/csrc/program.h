@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "head_screen.h"
+#include "units.h"
 
 enum HfpProgramStatus : int32_t {
   HFP_PROGRAM_OK = 0,
@@ -247,13 +248,6 @@ struct AttentionWork {
   HfpCache cache;
   HfpAttentionArgs args;
   PlannedItems plan;
-  int32_t at_once;  // items that a thread takes
-  int32_t next;     // the first item that no thread took yet
-};
-
-// What is left of the units of an operation that one thread begins with (program_units.h).
-struct UnitRange {
-  uint64_t bounds;  // the first unit left in the lower half, the end in the upper one
 };
 
 // Which experts the rows of the current layer go to: its tokens, or sampled ones. A pair is a row and one of its

@@ -8,7 +8,7 @@
 #include "ops_rotary.h"
 #include "ops_routing.h"
 #include "program_barrier.h"
-#include "program_units.h"
+#include "units.h"
 
 namespace hfp {
 namespace HFP_ISA {
@@ -165,13 +165,10 @@ void rotate_and_store(const Run& run, const RotateAndStoreOp& op, int64_t begin,
   }
 }
 
-void attend(AttentionWork& work) {
-  for (;;) {
-    int32_t first = __atomic_fetch_add(&work.next, work.at_once, __ATOMIC_RELAXED);
-    if (first >= work.plan.count) return;
-    for (int32_t item = first; item < first + work.at_once && item < work.plan.count; item++)
-      run_attention_item(work.plan, work.args, item);
-  }
+void attend(const Run& run, int32_t index, Share share) {
+  wait_for_earlier_parts(run, index);
+  const AttentionWork& work = run.attention[index];
+  work_through_items(work.plan, work.args, run.units_of(index, share), share);
 }
 
 template <class T>
@@ -297,9 +294,7 @@ void run_op(const Run& run, int32_t index, Share share) {
       return work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
         rotate_and_store<T>(run, op.rotate, begin, end);
       });
-    case OpKind::kAttention:
-      wait_for_earlier_parts(run, index);
-      return attend(run.attention[index]);
+    case OpKind::kAttention: return attend(run, index, share);
     case OpKind::kHead: return head<T>(run, index, share);
     case OpKind::kRoute: return route<T>(run, op.route, share);
     case OpKind::kOrderPairs:
@@ -314,12 +309,14 @@ void run_op(const Run& run, int32_t index, Share share) {
 
 // Units of an operation that threads take from each other; 0: each does its share.
 template <class T>
-int64_t shared_units(const Run& run, const Op& op) {
+int64_t shared_units(const Run& run, int32_t index) {
+  const Op& op = run.ops[index];
   switch (op.kind) {
     case OpKind::kProduct: return units_of<T>(run.rows(op.product.in), op.product.weight).count;
     case OpKind::kHead:
       if (is_screened(run, op.head)) return ScreenedHead<T>::units(op.head, run.step->samples).count;
       return units_of<T>(run.rows(op.head.in), op.head.weight).count;
+    case OpKind::kAttention: return run.attention[index].plan.count;
     case OpKind::kRotateAndStore: return run.step->tokens * (op.rotate.shape.heads + op.rotate.shape.kv_heads);
     default: return 0;
   }
@@ -328,11 +325,8 @@ int64_t shared_units(const Run& run, const Op& op) {
 // Gives this thread its range of the units of every operation.
 template <class T>
 void deal_units(const Run& run, Share share) {
-  for (int32_t index = run.step->first_op; index < run.step->end_op; index++) {
-    int64_t units = shared_units<T>(run, run.ops[index]);
-    run.units_of(index, share)[share.index].bounds =
-        packed({uint32_t(share.begin(units)), uint32_t(share.end(units))});
-  }
+  for (int32_t index = run.step->first_op; index < run.step->end_op; index++)
+    deal_units(run.units_of(index, share), share, shared_units<T>(run, index));
 }
 
 template <class T>

@@ -127,8 +127,6 @@ HfpProgramStatus RunMemory::plan_attention(const Code& code, const Buffer* buffe
       shared.is_built = true;
     }
     work.plan = shared.plan->items();
-    work.at_once = shared.plan->items_at_once();
-    work.next = 0;
   }
   return HFP_PROGRAM_OK;
 }

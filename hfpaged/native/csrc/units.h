@@ -2,9 +2,16 @@
 // when that is done it takes from the back of the others' ranges. So a thread that has lost its core for a while, or has
 // a slower one, holds up the others by no more than the units that it has begun.
 #pragma once
-#include "program.h"
+#include <cstdint>
+
+#include "gemm.h"
 
 namespace hfp {
+
+// What is left of the units of an operation that one thread begins with.
+struct UnitRange {
+  uint64_t bounds;  // the first unit left in the lower half, the end in the upper one
+};
 
 // Units [begin, end).
 struct UnitSpan {
@@ -29,6 +36,11 @@ HFP_ALWAYS_INLINE inline UnitSpan take_units(UnitRange* range, uint32_t most, Si
     if (__atomic_compare_exchange_n(&range->bounds, &bounds, packed(rest), true, __ATOMIC_RELAXED, __ATOMIC_RELAXED))
       return taken;
   }
+}
+
+// Gives the thread its range of `total` units. All threads must have theirs before one begins to work.
+HFP_ALWAYS_INLINE inline void deal_units(UnitRange* ranges, Share share, int64_t total) {
+  ranges[share.index].bounds = packed({uint32_t(share.begin(total)), uint32_t(share.end(total))});
 }
 
 // Calls body(begin, end) until nobody has any units left. `ranges` are those of all threads.
