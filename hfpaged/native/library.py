@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import threading
-from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_size_t, c_uint64, c_void_p
 from pathlib import Path
 
 from hfpaged.errors import NativeKernelError
@@ -92,6 +92,22 @@ class WriteKvArgs(ctypes.Structure):
     ]
 
 
+class NucleusRow(ctypes.Structure):
+    """HfpNucleusRow: a row of scores, and from `least` on what is found out about it."""
+
+    _fields_ = [
+        ("scores", c_void_p),
+        ("ids", c_void_p),
+        ("count", c_int64),
+        ("total", c_double),
+        ("top_p", c_double),
+        ("least", c_float),
+        ("surplus", c_int32),
+        ("kept", c_int32),
+        ("doubtful", c_int32),
+    ]
+
+
 PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hfp_abi_version": (c_int, ()),
     "hfp_use_isa": (c_int, (c_int,)),
@@ -100,6 +116,8 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hfp_fingerprint": (c_uint64, (c_void_p, c_size_t, c_int)),
     "hfp_attention": (c_int, (POINTER(AttentionArgs),)),
     "hfp_write_kv": (c_int, (POINTER(WriteKvArgs),)),
+    "hfp_nucleus": (c_int, (POINTER(NucleusRow), c_int32, c_int)),
+    "hfp_nucleus_take": (c_int, (POINTER(NucleusRow), c_int32, c_int64, c_void_p, c_void_p, c_int)),
 }
 
 

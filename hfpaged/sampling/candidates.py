@@ -10,17 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hfpaged.native import library
 from hfpaged.sampling.distribution import in_chunks
-from hfpaged.sampling.nucleus import least_score, nucleus
+from hfpaged.sampling.nucleus import Ids, LikelyTokens, Scores, nuclei
 from hfpaged.sampling.stages import EXCLUDED, BatchedStage, MinP, TopK, TopP
 
-Ids = npt.NDArray[np.int64]
-Scores = npt.NDArray[np.float32]
-Mask = npt.NDArray[np.bool_]
 Reaching = tuple[Ids, Scores]
 
 # Everything here is computed on the host, whatever the default device.
@@ -79,24 +76,9 @@ class Candidates:
     doubtful: dict[int, list[int]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Survivors:
-    """What is left of one row: W ids in ascending order, their scores, and which of them are doubtful."""
-
-    ids: Ids
-    scores: Scores
-    doubtful: Mask
-
-    def where(self, kept: Mask) -> _Survivors:
-        """Those of them that are `kept`, bool[W]."""
-        # Several times as fast as indexing by the mask.
-        places = kept.nonzero()[0]
-        return _Survivors(self.ids[places], self.scores[places], self.doubtful[places])
-
-    def doubtful_columns(self) -> list[int]:
-        """Places of the doubtful ones, the least likely first; equal ones in the order in which stages drop them."""
-        columns = np.flatnonzero(self.doubtful)
-        return columns[np.argsort(self.scores[columns], kind="stable")].tolist()
+def can_truncate() -> bool:
+    """Whether `truncate` can be called: it needs the compiled kernels."""
+    return library.unavailable() is None
 
 
 def truncate(scores: Tensor, truncations: Sequence[Truncation]) -> Candidates:
@@ -105,25 +87,65 @@ def truncate(scores: Tensor, truncations: Sequence[Truncation]) -> Candidates:
     Args:
         scores: float32[N, V], not modified. A row with NaN has no surviving tokens.
         truncations: one a row.
+
+    Raises:
+        NativeKernelError: unless `can_truncate`.
     """
-    bounds = torch.empty(len(scores), 1, dtype=torch.float32, device=scores.device)
-    totals = [0.0] * len(scores)
     by_rank = [row for row, truncation in enumerate(truncations) if truncation.top_k is not None]
     by_mass = [row for row, truncation in enumerate(truncations) if truncation.top_k is None]
-    if by_rank:
-        counts = [min(truncations[row].top_k, scores.shape[1]) for row in by_rank]
-        bounds[by_rank] = _bounds_by_rank(_rows(scores, by_rank), counts)
-    if by_mass:
-        bounds[by_mass], masses = _bounds_by_mass(_rows(scores, by_mass), [truncations[row].top_p for row in by_mass])
-        for row, mass in zip(by_mass, masses, strict=True):
-            totals[row] = mass
-    reaching = reaching_by_row if scores.device.type == "cpu" else reaching_by_mask
-    rows = zip(reaching(scores, bounds), truncations, totals, strict=True)
-    return _padded([_survivors(ids, values, truncation, total) for (ids, values), truncation, total in rows])
+    likely: list[LikelyTokens | None] = [None] * len(scores)
+    for rows, find in ((by_rank, _likely_by_rank), (by_mass, _likely_by_mass)):
+        if rows:
+            found = find(_rows(scores, rows), [truncations[row] for row in rows])
+            for row, tokens in zip(rows, found, strict=True):
+                likely[row] = tokens
+    nothing = LikelyTokens(np.empty(0, dtype=np.float32))
+    kept = nuclei([nothing if tokens is None else tokens for tokens in likely], [each.top_p for each in truncations])
+    doubtful = {row: _least_likely(kept.scores[row], count) for row, count in enumerate(kept.doubtful) if count}
+    uncertain = [tokens is None or count < 0 for tokens, count in zip(likely, kept.kept, strict=True)]
+    for row in _exclude_by_min_p(kept.scores, truncations):
+        uncertain[row] = True
+    return Candidates(
+        torch.from_numpy(kept.ids),
+        torch.from_numpy(kept.scores),
+        uncertain,
+        {row: left for row, columns in doubtful.items() if (left := _finite(kept.scores[row], columns))},
+    )
 
 
 def _rows(scores: Tensor, rows: list[int]) -> Tensor:
     return scores if len(rows) == len(scores) else scores[rows]
+
+
+def _likely_by_rank(scores: Tensor, truncations: Sequence[Truncation]) -> list[LikelyTokens | None]:
+    """What top-k leaves of each row; None if too many tokens are tied."""
+    counts = [min(truncation.top_k, scores.shape[1]) for truncation in truncations]
+    reaching = reaching_by_row if scores.device.type == "cpu" else reaching_by_mask
+    return [
+        _highest(ids, values, truncation.top_k)
+        for (ids, values), truncation in zip(
+            reaching(scores, _bounds_by_rank(scores, counts)), truncations, strict=True
+        )
+    ]
+
+
+def _highest(ids: Ids, scores: Scores, count: int) -> LikelyTokens | None:
+    if len(ids) > count + _MOST_TIES:
+        return None
+    if len(ids) > count:
+        # What equals the lowest of them stays. Several times as fast as indexing by the mask.
+        places = (scores >= np.partition(scores, -count)[-count]).nonzero()[0]
+        ids, scores = ids[places], scores[places]
+    return LikelyTokens(scores, ids)
+
+
+def _likely_by_mass(scores: Tensor, truncations: Sequence[Truncation]) -> list[LikelyTokens]:
+    """What may be in the nucleus: on a CPU all tokens, from a device those that are not too unlikely."""
+    if scores.device.type == "cpu":
+        return [LikelyTokens(row) for row in scores.contiguous().numpy()]
+    bounds, totals = _bounds_by_mass(scores, [truncation.top_p for truncation in truncations])
+    found = zip(reaching_by_mask(scores, bounds), totals, strict=True)
+    return [LikelyTokens(values, ids, total) for (ids, values), total in found]
 
 
 def _bounds_by_rank(scores: Tensor, counts: list[int]) -> Tensor:
@@ -149,13 +171,12 @@ def _bounds_by_mass(scores: Tensor, top_p: list[float]) -> tuple[Tensor, list[fl
     sums of exp(score - highest score)."""
     highest = scores.amax(dim=1, keepdim=True)
     parts = zip(in_chunks(scores), in_chunks(highest, scores.shape[1]), strict=True)
-    totals = torch.cat([(part - top).exp_().sum(dim=1) for part, top in parts]).tolist()
-    size = scores.shape[1]
-    least = [
-        least_score(top, total, size, p) for top, total, p in zip(highest[:, 0].tolist(), totals, top_p, strict=True)
-    ]
-    bounds = torch.tensor(least, dtype=torch.float64, device=_HOST).float().clamp_min(torch.finfo(torch.float32).min)
-    return bounds.unsqueeze(1).to(scores.device), totals
+    totals = torch.cat([(part - top).exp_().sum(dim=1) for part, top in parts]).double().cpu()
+    rest = (1 - torch.tensor(top_p, dtype=torch.float64, device=_HOST)) * totals
+    # So many tokens that do not reach this have too little together to be in the nucleus; see also csrc/nucleus.cpp.
+    least = highest[:, 0].cpu() + ((rest / 4 - 1e-6 * totals).clamp_min(0) / scores.shape[1]).log()
+    bounds = least.float().clamp_min(torch.finfo(torch.float32).min)
+    return bounds.unsqueeze(1).to(scores.device), totals.tolist()
 
 
 def reaching_by_row(scores: Tensor, bounds: Tensor) -> list[Reaching]:
@@ -180,44 +201,27 @@ def reaching_by_mask(scores: Tensor, bounds: Tensor) -> list[Reaching]:
     return list(zip(np.split(ids, ends[:-1]), np.split(values, ends[:-1]), strict=True))
 
 
-def _survivors(ids: Ids, scores: Scores, truncation: Truncation, total: float) -> _Survivors | None:
-    """What the truncation leaves of a row's likeliest tokens; None if that is uncertain.
-
-    Args:
-        total: sum of exp(score - highest score) over the whole row, if there is no top-k.
-    """
-    left = _Survivors(ids, scores, np.zeros(len(ids), dtype=np.bool_))
-    if len(ids) == 0 or not np.isfinite(highest := scores.max()):
-        return left
-    if truncation.top_k is not None:
-        if len(ids) > truncation.top_k + _MOST_TIES:
-            return None
-        if len(ids) > truncation.top_k:
-            # What equals the k-th highest score stays.
-            left = left.where(scores >= np.partition(scores, -truncation.top_k)[-truncation.top_k])
-        total = float(np.exp(left.scores - highest).sum(dtype=np.float64))
-    if truncation.top_p is not None:
-        inside = nucleus(left.scores, total, truncation.top_p)
-        if inside is None:
-            return None
-        left = _Survivors(left.ids, left.scores, inside.doubtful).where(inside.kept)
-    if truncation.min_p:
-        ratios = np.exp(left.scores.astype(np.float64) - highest)
-        if (np.abs(ratios - truncation.min_p) < _RATIO_TOLERANCE * truncation.min_p).any():
-            return None
-        left = left.where(ratios >= truncation.min_p)
-    return left
+def _least_likely(scores: Scores, count: int) -> list[int]:
+    """Columns of the `count` lowest of the scores above -inf; of equal ones the first ones, in order."""
+    columns = np.flatnonzero(scores > EXCLUDED)
+    columns = columns[scores[columns] <= np.partition(scores[columns], count - 1)[count - 1]]
+    return columns[np.argsort(scores[columns], kind="stable")[:count]].tolist()
 
 
-def _padded(rows: Sequence[_Survivors | None]) -> Candidates:
-    width = max([1, *(len(row.ids) for row in rows if row is not None)])
-    ids = torch.zeros(len(rows), width, dtype=torch.int64, device=_HOST)
-    scores = torch.full((len(rows), width), EXCLUDED, dtype=torch.float32, device=_HOST)
-    doubtful = {}
-    for index, row in enumerate(rows):
-        if row is not None:
-            ids[index, : len(row.ids)] = torch.from_numpy(row.ids)
-            scores[index, : len(row.ids)] = torch.from_numpy(row.scores)
-            if row.doubtful.any():
-                doubtful[index] = row.doubtful_columns()
-    return Candidates(ids, scores, [row is None for row in rows], doubtful)
+def _finite(scores: Scores, columns: list[int]) -> list[int]:
+    return [column for column in columns if scores[column] > EXCLUDED]
+
+
+def _exclude_by_min_p(scores: Scores, truncations: Sequence[Truncation]) -> list[int]:
+    """Exclude what min-p excludes, in place. Returns the rows in which rounding decides about a token."""
+    rows = [row for row, truncation in enumerate(truncations) if truncation.min_p]
+    if not rows:
+        return []
+    part = scores[rows]
+    least = np.array([truncations[row].min_p for row in rows])[:, None]
+    with np.errstate(invalid="ignore"):  # rows without tokens
+        ratios = np.exp(part.astype(np.float64) - part.max(axis=1, keepdims=True))
+    part[ratios < least] = EXCLUDED
+    scores[rows] = part
+    near = (np.abs(ratios - least) < _RATIO_TOLERANCE * least).any(axis=1)
+    return [row for row, is_near in zip(rows, near.tolist(), strict=True) if is_near]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from hfpaged.sampling.candidates import Candidates, truncate
+from hfpaged.sampling.candidates import Candidates, can_truncate, truncate
 from hfpaged.sampling.distribution import first_maximum, inverse_cdf
 from hfpaged.sampling.errors import INVALID_SCORES, InvalidScoresError
 from hfpaged.sampling.processors import CompiledProcessors, apply_stages
@@ -153,6 +153,8 @@ class _Batch:
             for index, (row, processors) in enumerate(zip(self._rows, self._processors, strict=True))
             if row.do_sample and processors.truncation and processors.truncation.candidate_count <= most_candidates
         ]
+        if self._truncated and not can_truncate():
+            self._truncated = []
         put_off = set(self._truncated)
         self._run(
             [

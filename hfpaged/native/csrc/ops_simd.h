@@ -34,6 +34,21 @@ inline Vec16 load16(const fp16* p, int count) { return load_half_part(p, count);
 inline void store16(bf16* p, Vec16 a, int count) { store_half_part(p, a, count); }
 inline void store16(fp16* p, Vec16 a, int count) { store_half_part(p, a, count); }
 
+#if !defined(__AVX512F__)
+inline int pack16(float* p, Vec16 a, uint32_t mask) {
+  float lanes[kLanes];
+  store16(lanes, a);
+  int count = 0;
+  for (uint32_t left = mask; left; left &= left - 1) p[count++] = lanes[__builtin_ctz(left)];
+  return count;
+}
+inline int pack16(int32_t* p, int32_t first, uint32_t mask) {
+  int count = 0;
+  for (uint32_t left = mask; left; left &= left - 1) p[count++] = first + __builtin_ctz(left);
+  return count;
+}
+#endif
+
 // The value a tensor of element type T would hold: what the module's own forward rounds to between two operations.
 template <class T>
 inline Vec16 rounded16(Vec16 a) {

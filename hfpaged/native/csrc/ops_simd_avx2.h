@@ -52,6 +52,15 @@ inline uint32_t equal_mask16(Vec16 a, Vec16 b) {
   uint32_t hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ));
   return lo | hi << 8;
 }
+inline uint32_t above_mask16(Vec16 a, Vec16 b) {
+  uint32_t lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ));
+  uint32_t hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ));
+  return lo | hi << 8;
+}
+inline Vec16 where_above16(Vec16 a, Vec16 x, Vec16 y) {
+  return {_mm256_and_ps(a.lo, _mm256_cmp_ps(x.lo, y.lo, _CMP_GT_OQ)),
+          _mm256_and_ps(a.hi, _mm256_cmp_ps(x.hi, y.hi, _CMP_GT_OQ))};
+}
 inline Vec16 blend_by_sign16(Vec16 a, Vec16 b, Vec16 sign) {
   return {_mm256_blendv_ps(a.lo, b.lo, sign.lo), _mm256_blendv_ps(a.hi, b.hi, sign.hi)};
 }

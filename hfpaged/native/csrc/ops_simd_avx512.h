@@ -31,6 +31,24 @@ inline Vec16 round_to_int16(Vec16 a) {
 // a * 2^n for an integral n.
 inline Vec16 scale_by_power16(Vec16 a, Vec16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 inline uint32_t equal_mask16(Vec16 a, Vec16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
+// Lanes in which a > b.
+inline uint32_t above_mask16(Vec16 a, Vec16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
+// a where x > y, else 0.
+inline Vec16 where_above16(Vec16 a, Vec16 x, Vec16 y) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_GT_OQ), a.v)};
+}
+// Stores the lanes in `mask` side by side; all 16 places at p may be written. Returns their number.
+inline int pack16(float* p, Vec16 a, uint32_t mask) {
+  _mm512_storeu_ps(p, _mm512_maskz_compress_ps(static_cast<__mmask16>(mask), a.v));
+  return __builtin_popcount(mask);
+}
+// The same for first, first + 1, ...
+inline int pack16(int32_t* p, int32_t first, uint32_t mask) {
+  __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m512i numbers = _mm512_add_epi32(_mm512_set1_epi32(first), lanes);
+  _mm512_storeu_si512(p, _mm512_maskz_compress_epi32(static_cast<__mmask16>(mask), numbers));
+  return __builtin_popcount(mask);
+}
 // b where the sign bit of `sign` is set, else a.
 inline Vec16 blend_by_sign16(Vec16 a, Vec16 b, Vec16 sign) {
   return {_mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(sign.v)), a.v, b.v)};

@@ -67,6 +67,14 @@ inline uint32_t equal_mask16(Vec16 a, Vec16 b) {
   for (int i = 0; i < kLanes; i++) mask |= uint32_t(a.q[i / 4][i % 4] == b.q[i / 4][i % 4]) << i;
   return mask;
 }
+inline uint32_t above_mask16(Vec16 a, Vec16 b) {
+  uint32_t mask = 0;
+  for (int i = 0; i < kLanes; i++) mask |= uint32_t(a.q[i / 4][i % 4] > b.q[i / 4][i % 4]) << i;
+  return mask;
+}
+inline Vec16 where_above16(Vec16 a, Vec16 x, Vec16 y) {
+  return each_quad([&](int i) { return x.q[i] > y.q[i] ? a.q[i] : Quad{}; });
+}
 inline Vec16 blend_by_sign16(Vec16 a, Vec16 b, Vec16 sign) {
   return each_quad([&](int i) { return (QuadInt)sign.q[i] < 0 ? b.q[i] : a.q[i]; });
 }
