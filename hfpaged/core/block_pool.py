@@ -139,6 +139,13 @@ class PoolDraft:
         """Whether `count` blocks are free."""
         return count <= self.num_free
 
+    def can_write(self, block: int) -> bool:
+        """Whether the one table that contains `block` may write to it: nobody else can see what is in it."""
+        # Steps ask for every request; calls would be most of the time.
+        pool = self._pool
+        is_cached = block in pool._hash_of and block not in self.taken
+        return not is_cached and pool._references[block] + self.changes.get(block, 0) == 1
+
     def take(self, count: int) -> tuple[int, ...]:
         """Take free blocks, given back by this draft first. Ask `can_take` before."""
         return tuple(self._take_one() for _ in range(count))

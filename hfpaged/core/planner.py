@@ -64,6 +64,8 @@ class Planner:
         decodes = [uncomputed <= request.draft_tokens + 1 for request, uncomputed in zip(running, left, strict=True)]
         decoding = sum(itertools.compress(left, decodes))
         readers = decodes.count(False)
+        # Enough for all is told faster than what each needs.
+        has_room = self.draft.can_take(sum(left) // self._block_size + 2 * len(running))
         for request, uncomputed, is_decoding in zip(running, left, decodes, strict=True):
             if self._budget == 0 or len(self._entries) == most:
                 return
@@ -75,8 +77,8 @@ class Planner:
                 share = self._reading_share(decoding, readers)
             if request in self.victims:
                 continue
-            count = self._count(request, uncomputed, share)
-            if count and self._make_room(request, count):
+            count = uncomputed if uncomputed <= share else self._count(request, uncomputed, share)
+            if count and (has_room or self._make_room(request, count)):
                 self._schedule(request, count)
 
     def _reading_share(self, decoding: int, readers: int) -> int:
@@ -192,10 +194,8 @@ class Planner:
         index = start // self._block_size
         if index >= len(table):
             return None, grown
-        block = table[index]
         # A cached block may be looked up by others: its content must stay what its hash says.
-        is_cached = self._books.pool.is_cached(block) and block not in self.draft.taken
-        return index if is_cached or self.draft.references(block) != 1 else None, grown if grown > 0 else 0
+        return None if self.draft.can_write(table[index]) else index, grown if grown > 0 else 0
 
     def _take_blocks(self, table: list[int] | tuple[int, ...], start: int, end: int) -> tuple[int, tuple[int, ...]]:
         """Take what a table needs to write [start, end). Returns the first index that changes, and its new blocks."""
@@ -209,9 +209,6 @@ class Planner:
 
     def _make_room(self, request: Request, count: int) -> bool:
         """Preempt the newest until the blocks for `count` tokens are free. False if that was `request` itself."""
-        # Enough for any request is told faster than what this one needs.
-        if self.draft.can_take(count // self._block_size + 2):
-            return True
         copied, grown = self._blocks_to_take(request.blocks, request.computed, request.computed + count)
         while not self.draft.can_take(grown + (copied is not None)):
             victim = self._next_victim()

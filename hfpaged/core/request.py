@@ -110,9 +110,8 @@ class Request:
         return max(0, min(end, self.prompt_len - 1) - max(start, self.score_from))
 
     def on_scored(self, end: int) -> None:
-        """All tokens before `end` have been computed with the logits that were needed."""
-        if self.score_from is not None:
-            self.score_from = max(end, self.score_from) if end < self.prompt_len - 1 else None
+        """Of a request whose prompt is scored: all tokens before `end` have been computed with the needed logits."""
+        self.score_from = max(end, self.score_from) if end < self.prompt_len - 1 else None
 
     def copy(self, request_id: int) -> Request:
         """A request that knows the same tokens and holds nothing, for `Scheduler.fork`."""

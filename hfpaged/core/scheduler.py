@@ -292,21 +292,16 @@ class Scheduler:
         if entry.full_table is not None:
             self._known_tables.add(entry.id)
         request.computed = entry.start + entry.num_tokens
-        request.on_scored(request.computed)
+        if request.score_from is not None:
+            request.on_scored(request.computed)
         # Most steps of a request that decodes fill no block.
         if request.computed >= (request.published + 1) * self.pool.block_size:
             self._enqueue_all(self.prefix_cache.publish(request))
 
     def _catch_up(self, entry: PlannedRequest, sampled: Mapping[int, int | None], accepted: Mapping[int, int]) -> None:
         request = self._requests[entry.id]
-        stands = accepted.get(entry.id, request.draft_tokens)
-        rejected = request.draft_tokens - stands
-        request.draft_tokens = 0
-        self.counters.draft_tokens += stands + rejected
-        self.counters.accepted_tokens += stands
-        if rejected:
-            self._drop_tokens(request, rejected)
-            self.counters.generated_tokens -= rejected
+        if request.draft_tokens:
+            self._judge_drafts(request, accepted.get(entry.id, request.draft_tokens))
         for child in self._children.pop(request.id, ()) if self._children else ():
             self._share_blocks(request, child)
             child.state, child.admitted = RequestState.IDLE, True
@@ -314,6 +309,15 @@ class Scheduler:
             self.counters.cached_prompt_tokens += child.prompt_len
             self._append_sampled(child, sampled[child.id])
         self._append_sampled(request, sampled[request.id])
+
+    def _judge_drafts(self, request: Request, stands: int) -> None:
+        rejected = request.draft_tokens - stands
+        self.counters.draft_tokens += request.draft_tokens
+        self.counters.accepted_tokens += stands
+        request.draft_tokens = 0
+        if rejected:
+            self._drop_tokens(request, rejected)
+            self.counters.generated_tokens -= rejected
 
     def _append_sampled(self, request: Request, token: int | None) -> None:
         """Append a drawn token and run on; without one, or at the end of an unknown text, wait."""

@@ -72,7 +72,9 @@ def _prepare(
         raise UnsupportedOptionError(f"engine.submit does not know {', '.join(sorted(unknown))}")
     if config.get_generation_mode() not in ENGINE_MODES or (config.num_return_sequences or 1) > 1:
         raise UnsupportedOptionError("engine.submit takes one greedy or sampled sequence; use generate() for others")
-    model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device, batch_size=1)
+    # The tensors that this makes are kept, for prompts of any thread.
+    with torch.inference_mode(False):
+        model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device, batch_size=1)
     return config
 
 

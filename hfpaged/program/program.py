@@ -23,7 +23,7 @@ from hfpaged.program.native_program import NativeProgram, OpRange
 from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.recognize import recognize_model
 from hfpaged.program.rotary import require_fixed_frequencies
-from hfpaged.program.step_arrays import CachePointers, KVPairs, make_step
+from hfpaged.program.step_arrays import CachePointers, KVPairs, address_of, make_step
 from hfpaged.program.threads import MIN_THREAD_SECONDS, ThreadPolicy, single_thread_seconds
 from hfpaged.program.trace import trace_forward
 from hfpaged.program.verify import Verifier
@@ -44,6 +44,9 @@ class StepProgram:
         self._layout = layout
         self._gate = assembler.gate
         self._threads = threads
+        # Sums over all matrices, which every step asks for.
+        self._num_bytes, self._num_weights = native.packed_bytes, native.num_elements
+        self._num_sampled_weights = assembler.model.sampled_weights
         self._cache: CachePointers | None = None
         self._memory = LogitsMemory()
 
@@ -97,8 +100,8 @@ class StepProgram:
 
     def multiply_adds(self, tokens: int, samples: int) -> int:
         """Of all products with weights in a step, were every expert chosen."""
-        sampled = self.description.sampled_weights
-        return (self._native.num_elements - sampled) * tokens + sampled * samples
+        sampled = self._num_sampled_weights
+        return (self._num_weights - sampled) * tokens + sampled * samples
 
     def repack(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Take over weights that changed: of `modules`, or of all.
@@ -160,13 +163,13 @@ class StepProgram:
             model = self.description
             self._cache = CachePointers(kv, model.attention_layers, model.dtype, batch.block_size)
         step = make_step(batch, self._cache, sample_rows)
-        step.argmax = argmax.ctypes.data
+        step.argmax = address_of(argmax, np.int64)
         return step
 
     def _run_timed(self, step: abi.Step) -> None:
         layout = self._layout
         ops = OpRange(0, layout.end if step.samples else layout.end_without_samples)
-        estimate = single_thread_seconds(self._native.packed_bytes, self.multiply_adds(step.tokens, step.samples))
+        estimate = single_thread_seconds(self._num_bytes, self.multiply_adds(step.tokens, step.samples))
         step.threads, step.by_rows = self._threads.choose(estimate), self._threads.can_split_rows(estimate)
         start = time.perf_counter()
         self._native.run(step, ops)

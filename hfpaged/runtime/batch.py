@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,6 +61,7 @@ class BlockTables:
         self._table[PADDING_ROW, 0] = padding_block
         self._rows: dict[int, int] = {}
         self._free = list(range(15, PADDING_ROW, -1))
+        self._counted = np.arange(64, dtype=np.int32)
 
     def forget(self, request_id: int) -> None:
         """Free the row of a request that ended or lost its blocks. Unknown ids are ignored."""
@@ -74,39 +75,49 @@ class BlockTables:
         Args:
             drawn_at: where the step before puts the token that it draws for a request, by id.
         """
+        self._update(plan)
+        # All entries' fields at once: much faster than one field after the other.
+        columns = PlannedRequest(*zip(*plan.entries, strict=True))
+        token_ids = np.array([*itertools.chain.from_iterable(columns.tokens)], dtype=np.int64)
+        starts = np.array(columns.start, dtype=np.int64)
+        rows = np.array([self._rows[request_id] for request_id in columns.id], dtype=np.int32)
+        if len(token_ids) == len(rows):
+            # Each request computes one token, as in most steps.
+            query_start, positions, row_of_token, ends = self._count_to(len(rows)), starts, rows, starts + 1
+        else:
+            counts = np.array(columns.num_tokens, dtype=np.int64)
+            query_start = np.zeros(len(rows) + 1, dtype=np.int32)
+            np.cumsum(counts, out=query_start[1:])
+            positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], counts)
+            row_of_token, ends = np.repeat(rows, counts), starts + counts
+        index = positions // self.block_size
+        return StepBatch(
+            token_ids=token_ids,
+            positions=positions,
+            # That is block * block_size + positions % block_size, with fewer calls.
+            slots=(self._table[row_of_token, index] - index) * self.block_size + positions,
+            query_start=query_start,
+            context_len=ends.astype(np.int32),
+            table_rows=rows,
+            block_tables=self._table,
+            block_size=self.block_size,
+            logit_rows=_last_rows(query_start[1:].astype(np.int64), columns.logits_for),
+            feedback=_feedback(plan, token_ids, query_start, drawn_at),
+            draws=draws,
+        )
+
+    def _update(self, plan: Plan) -> None:
         for entry in plan.entries:
             if entry.full_table is not None:
                 self._write(self._row(entry.id), 0, entry.full_table)
             if entry.new_blocks:
                 self._write(self._row(entry.id), entry.first_new_index, entry.new_blocks)
-        # All entries' fields at once: much faster than one field after the other.
-        columns = PlannedRequest(*zip(*plan.entries, strict=True))
-        counts = np.array(columns.num_tokens, dtype=np.int64)
-        starts = np.array(columns.start, dtype=np.int64)
-        rows = np.array([self._rows[request_id] for request_id in columns.id], dtype=np.int32)
-        token_ids = np.array([*itertools.chain.from_iterable(columns.tokens)], dtype=np.int64)
-        query_start = np.zeros(len(counts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        if len(token_ids) == len(rows):
-            positions, row_of_token = starts, rows
-        else:
-            positions = np.arange(len(token_ids)) + np.repeat(starts - query_start[:-1], counts)
-            row_of_token = np.repeat(rows, counts)
-        blocks = self._table[row_of_token, positions // self.block_size].astype(np.int64)
-        wanted = np.array(columns.logits_for, dtype=np.int64)
-        return StepBatch(
-            token_ids=token_ids,
-            positions=positions,
-            slots=blocks * self.block_size + positions % self.block_size,
-            query_start=query_start,
-            context_len=(starts + counts).astype(np.int32),
-            table_rows=rows,
-            block_tables=self._table,
-            block_size=self.block_size,
-            logit_rows=_last_rows(query_start[1:].astype(np.int64), wanted),
-            feedback=_feedback(plan, token_ids, query_start, drawn_at),
-            draws=draws,
-        )
+
+    def _count_to(self, last: int) -> np.ndarray:
+        """0, 1, 2, ... `last` as int32, in memory that later batches share."""
+        if last >= len(self._counted):
+            self._counted = np.arange(2 * last, dtype=np.int32)
+        return self._counted[: last + 1]
 
     def _row(self, request_id: int) -> int:
         row = self._rows.get(request_id)
@@ -131,16 +142,19 @@ class BlockTables:
 
 def _feedback(plan: Plan, token_ids: np.ndarray, query_start: np.ndarray, drawn_at: Mapping[int, int]) -> np.ndarray:
     feedback = np.full(len(token_ids), -1, dtype=np.int64)
+    if not drawn_at:
+        return feedback
     last = query_start[1:] - 1
     for index in np.flatnonzero(token_ids[last] == UNKNOWN_TOKEN):
         feedback[last[index]] = drawn_at[plan.entries[index].id]
     return feedback
 
 
-def _last_rows(ends: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def _last_rows(ends: np.ndarray, wanted: Sequence[int]) -> np.ndarray:
     """Indices of the last `wanted[i]` packed tokens before `ends[i]`, ascending, for all i in a row."""
-    if (wanted == 1).all():
+    if wanted.count(1) == len(wanted):
         return ends - 1
+    wanted = np.array(wanted, dtype=np.int64)
     total = int(wanted.sum())
     first_of_each = np.repeat(ends - wanted, wanted)
     offset_in_each = np.arange(total) - np.repeat(np.cumsum(wanted) - wanted, wanted)

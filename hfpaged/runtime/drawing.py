@@ -8,7 +8,7 @@ text nor its distribution depends on speculation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,8 +18,11 @@ from hfpaged.runtime.tiers import StepOutput
 from hfpaged.sampling.logprobs import TokenLogprob, token_logprobs
 from hfpaged.sampling.sampler import Drawn, Sampler, SampleRow
 
+# A request that draws in a step, and its rows of the step's logits.
+Taker = tuple[LiveRequest, range]
 
-@dataclass
+
+@dataclass(slots=True)
 class Outcome:
     """What a step brought one request.
 
@@ -35,17 +38,19 @@ class Outcome:
     tokens: list[int]
     scores: Sequence[torch.Tensor | None] = ()
     logits: Sequence[torch.Tensor | None] = ()
-    logprobs: list[TokenLogprob] = field(default_factory=list)
+    logprobs: Sequence[TokenLogprob] = ()
     error: Exception | None = None
     num_drafts: int = 0
 
 
-def wants_logits(plan: Plan, live: Mapping[int, LiveRequest]) -> bool:
+def takers_of(plan: Plan, live: Mapping[int, LiveRequest]) -> list[Taker]:
+    """Those that catch up in a step, in order: a parent and its forks share rows."""
+    return [(live[request_id], rows) for rows, request_id in plan.sampled_rows()]
+
+
+def wants_logits(plan: Plan, takers: Iterable[Taker]) -> bool:
     """Whether any token of the step is more than the argmax of its logits."""
-    for entry in plan.entries:
-        if entry.scored or (entry.samples and any([live[request_id].wants_logits for request_id in entry.samples])):
-            return True
-    return False
+    return any([one.wants_logits for one, _ in takers]) or any([entry.scored for entry in plan.entries])
 
 
 def score_prompts(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput) -> dict[int, list[TokenLogprob]]:
@@ -62,44 +67,42 @@ def score_prompts(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutpu
     return found
 
 
-def offer_logits(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput) -> None:
+def offer_logits(takers: Iterable[Taker], output: StepOutput) -> None:
     """Give the callers of steered requests their rows of the logits."""
     if output.logits is None:
         return
-    sampled = [(live[request_id], rows) for rows, request_id in plan.sampled_rows()]
-    steered = [(one, rows) for one, rows in sampled if one.spec.steered]
+    steered = [(one, rows) for one, rows in takers if one.spec.steered]
     # A view spares the copy but keeps the whole step's logits alive: only where most of them are theirs.
     copy = bool(steered) and 2 * sum(len(rows) for _, rows in steered) < len(output.logits)
     for one, rows in steered:
         one.handle.offer_logits(output.logits[rows.start : rows.stop].to(torch.float32, copy=copy))
 
 
-def draw_tokens(plan: Plan, live: Mapping[int, LiveRequest], output: StepOutput, sampler: Sampler) -> list[Outcome]:
+def draw_tokens(takers: Sequence[Taker], output: StepOutput, sampler: Sampler) -> list[Outcome]:
     """Draw for every request that caught up, steered ones excepted."""
-    requests = [(live[request_id], rows) for rows, request_id in plan.sampled_rows()]
-    return draw_rows([(one, rows) for one, rows in requests if not one.spec.steered], output, sampler)
+    if output.logits is not None:
+        return draw_rows([(one, rows) for one, rows in takers if not one.spec.steered], output.logits, sampler)
+    tokens = output.argmax.tolist()
+    if all([len(rows) == 1 for _, rows in takers]):
+        return [Outcome(one, [tokens[rows.start]]) for one, rows in takers]
+    drawn = Drawn.of_tokens(tokens)
+    return [outcome_of(one, drawn, rows) for one, rows in takers]
 
 
-def draw_rows(requests: Sequence[tuple[LiveRequest, range]], output: StepOutput, sampler: Sampler) -> list[Outcome]:
-    """Draw for requests, each from its rows of the output."""
-    indices = [row for _, rows in requests for row in rows]
-    if output.logits is None:
-        tokens = output.argmax[indices].tolist()
-        if len(tokens) == len(requests):
-            return [Outcome(one, [token]) for (one, _), token in zip(requests, tokens, strict=True)]
-        drawn = Drawn.of_tokens(tokens)
-    else:
-        logits = output.logits if indices == list(range(len(output.logits))) else output.logits[indices]
-        drawn = sampler.draw(logits, [row for one, rows in requests for row in _sample_rows(one, len(rows))])
+def draw_rows(takers: Sequence[Taker], logits: torch.Tensor, sampler: Sampler) -> list[Outcome]:
+    """Draw for requests, each from its rows of the logits."""
+    indices = [row for _, rows in takers for row in rows]
+    chosen = logits if indices == list(range(len(logits))) else logits[indices]
+    drawn = sampler.draw(chosen, [row for one, rows in takers for row in _sample_rows(one, len(rows))])
     outcomes, first = [], 0
-    for one, rows in requests:
+    for one, rows in takers:
         outcomes.append(outcome_of(one, drawn, range(first, first + len(rows))))
         first += len(rows)
-    _add_logprobs(outcomes, [rows for _, rows in requests], output)
+    _add_logprobs(outcomes, [rows for _, rows in takers], logits)
     return outcomes
 
 
-def _add_logprobs(outcomes: Sequence[Outcome], rows: Sequence[range], output: StepOutput) -> None:
+def _add_logprobs(outcomes: Sequence[Outcome], rows: Sequence[range], logits: torch.Tensor) -> None:
     """Score the new tokens of those that asked for it, all together."""
     wanted = [
         (outcome, row, token)
@@ -110,8 +113,8 @@ def _add_logprobs(outcomes: Sequence[Outcome], rows: Sequence[range], output: St
     if wanted:
         takers, indices, tokens = zip(*wanted, strict=True)
         top = [outcome.live.spec.logprobs for outcome in takers]
-        for outcome, logprob in zip(takers, token_logprobs(output.logits[list(indices)], tokens, top), strict=True):
-            outcome.logprobs.append(logprob)
+        for outcome, logprob in zip(takers, token_logprobs(logits[list(indices)], tokens, top), strict=True):
+            outcome.logprobs = [*outcome.logprobs, logprob]
 
 
 def _sample_rows(live: LiveRequest, count: int) -> Iterable[SampleRow]:

@@ -151,12 +151,14 @@ class GenerationHandle:
         logits: Sequence[torch.Tensor] = (),
     ) -> None:
         """Tokens were drawn. What goes with them is there for each of them, or not at all."""
-        with self._lock:
-            self.logprobs += logprobs
-            self.scores += scores
-            self.logits += logits
-            self.tokens += tokens
-            self._notify()
+        self.logprobs += logprobs
+        self.scores += scores
+        self.logits += logits
+        self.tokens += tokens
+        # Tokens come far more often than somebody waits for one. Whoever waits says so before looking for tokens.
+        if self._num_waiting or self._async_waiters:
+            with self._lock:
+                self._notify()
 
     def restart(self) -> None:
         """What was drawn was wrong: drop it. Readers that have taken tokens already go on behind as many new ones."""
@@ -184,11 +186,7 @@ class GenerationHandle:
         self._is_abandoned = True
 
     def _notify(self) -> None:
-        # Tokens come far more often than somebody waits for one.
-        if self._num_waiting:
-            self._changed.notify_all()
-        if not self._async_waiters:
-            return
+        self._changed.notify_all()
         waiters, self._async_waiters = self._async_waiters, []
         for loop, future in waiters:
             try:
@@ -200,21 +198,23 @@ class GenerationHandle:
     async def _wait_async(self, read: int) -> None:
         loop = asyncio.get_running_loop()
         future = loop.create_future()
+        waiter = (loop, future)
         with self._lock:
+            self._async_waiters.append(waiter)
             if self.done or len(self.tokens) > read:
+                self._async_waiters.remove(waiter)
                 return
             self._require_hope()
-            self._async_waiters.append((loop, future))
         await future
 
     def _wait_for(self, news: threading.Condition, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until `predicate()` holds, which `news` tells of, or `timeout` seconds. Returns whether it does."""
         with self._lock:
-            if predicate():
-                return True
-            self._require_hope()
             self._num_waiting += news is self._changed
             try:
+                if predicate():
+                    return True
+                self._require_hope()
                 return news.wait_for(predicate, timeout)
             finally:
                 self._num_waiting -= news is self._changed

@@ -11,7 +11,7 @@ from hfpaged.sampling.draw_table import DrawSettings
 from hfpaged.sampling.sampler import SampleRow
 
 
-@dataclass
+@dataclass(slots=True)
 class LiveRequest:
     """What was asked for, its caller's handle, and its place in the books.
 

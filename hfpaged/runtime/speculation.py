@@ -72,7 +72,9 @@ class Speculation:
             spare: how many tokens the step has room for beside one of every request.
             batch: requests that share a step.
         """
-        share = spare // max(1, len(self._requests))
+        if not self._requests:
+            return {}
+        share = spare // len(self._requests)
         limits = {
             request.id: min(room, share, self._most_guesses[request.id])
             for request in self._requests.values()

@@ -28,7 +28,7 @@ from hfpaged.quantization.summary import is_quantized
 from hfpaged.runtime.device.launched_step import NOTHING_TO_DRAW, LaunchedStep
 from hfpaged.runtime.device.settlement import settle
 from hfpaged.runtime.draft_model import DraftModel
-from hfpaged.runtime.drawing import Outcome, draw_tokens, offer_logits, score_prompts, wants_logits
+from hfpaged.runtime.drawing import Outcome, Taker, draw_tokens, offer_logits, score_prompts, takers_of, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.model_watch import ModelWatch
@@ -38,7 +38,6 @@ from hfpaged.runtime.sentinel import FusionsDisagree, Sentinel
 from hfpaged.runtime.speculation import Speculation
 from hfpaged.runtime.stats import EngineCounters
 from hfpaged.runtime.tier_choice import FUSIONS_OFF
-from hfpaged.runtime.tiers import StepOutput
 from hfpaged.runtime.workspace import Workspace
 from hfpaged.runtime.workspaces import Workspaces
 from hfpaged.sampling.sampler import Sampler, SampleRow
@@ -177,18 +176,19 @@ class Stepper:
         if plan is None:
             return self._settle_oldest(workspace)
         self._note_started(plan, planned)
+        takers = takers_of(plan, self.live)
         try:
             if workspace.adapters is not None:
                 workspace.adapters.assign(plan, {entry.id: self.live[entry.id].spec.adapter for entry in plan.entries})
             draws = NOTHING_TO_DRAW if workspace.launcher is None else workspace.launcher.prepare(plan, self.live)
-            output = workspace.runner.run(plan, wants_logits(plan, self.live), draws.table)
+            output = workspace.runner.run(plan, wants_logits(plan, takers), draws.table)
             if self._sentinel is not None and workspace.launcher is None:
                 self._sentinel.check_numbers(workspace, plan, output)
             ran = time.perf_counter()
             if workspace.launcher is not None:
                 launched = workspace.launcher.launch(plan, self.live, draws, output, self._sentinel is not None)
             else:
-                outcomes = draw_tokens(plan, self.live, output, self._sampler)
+                outcomes = draw_tokens(takers, output, self._sampler)
                 if self._sentinel is not None:
                     self._sentinel.check_tokens(workspace, plan, self.live, outcomes)
                 prompt_logprobs = score_prompts(plan, self.live, output)
@@ -203,7 +203,8 @@ class Stepper:
             self._commit_ahead(workspace, launched)
             self._count_step(planned, ran)
             return True
-        self._commit(workspace, plan, output, outcomes)
+        self._commit(workspace, plan, takers, outcomes)
+        offer_logits(takers, output)
         for request_id, logprobs in prompt_logprobs.items():
             self.live[request_id].handle.add_prompt_logprobs(logprobs)
         self._deliver(outcomes)
@@ -239,22 +240,19 @@ class Stepper:
         for request_id, tokens in self._speculation.propose(spare, len(self.live)).items():
             self.workspaces.holding(request_id).scheduler.append_drafts(request_id, tokens)
 
-    def _commit(self, workspace: Workspace, plan: Plan, output: StepOutput, outcomes: list[Outcome]) -> None:
-        sampled: dict[int, int | None] = {}
-        for entry in plan.entries:
-            sampled.update(dict.fromkeys(entry.samples))
+    def _commit(self, workspace: Workspace, plan: Plan, takers: Iterable[Taker], outcomes: Iterable[Outcome]) -> None:
+        sampled: dict[int, int | None] = {one.request.id: None for one, _ in takers}
         accepted = {}
         for outcome in outcomes:
-            request = outcome.live.request
-            if outcome.tokens:
-                sampled[request.id] = outcome.tokens[-1]
+            request, tokens = outcome.live.request, outcome.tokens
+            if tokens:
+                sampled[request.id] = tokens[-1]
             if request.draft_tokens:
-                if outcome.tokens:
-                    accepted[request.id] = len(outcome.tokens) - 1
+                if tokens:
+                    accepted[request.id] = len(tokens) - 1
                 self._speculation.learn(request.id, request.draft_tokens, accepted.get(request.id, 0))
         workspace.scheduler.commit(plan, sampled, accepted)
         workspace.runner.commit(plan)
-        offer_logits(plan, self.live, output)
 
     # ---- steps ahead of a device ----
 
@@ -307,9 +305,12 @@ class Stepper:
             if outcome.error is not None:
                 self.end([live.handle], "error", outcome.error)
                 continue
-            scores = outcome.scores if live.spec.keep_scores else ()
-            logits = outcome.logits if live.spec.keep_logits else ()
-            live.handle.push(outcome.tokens, outcome.logprobs, scores, logits)
+            if live.wants_logits:
+                scores = outcome.scores if live.spec.keep_scores else ()
+                logits = outcome.logits if live.spec.keep_logits else ()
+                live.handle.push(outcome.tokens, outcome.logprobs, scores, logits)
+            else:
+                live.handle.push(outcome.tokens)
             if has_ended:
                 self.end([live.handle], "length" if len(live.request.tokens) >= live.spec.max_tokens else "stop")
 

@@ -97,7 +97,10 @@ class StopChecker:
             Whatever a criterion in `StopRule.others` raises.
         """
         now = time.time()
-        ended = [_ends_cheaply(tokens, rule, now) for tokens, rule in rows]
+        ended = [
+            rule.ends_with(len(tokens), tokens[-1]) or (rule.deadline is not None and now > rule.deadline)
+            for tokens, rule in rows
+        ]
         reading = [index for index, (_, rule) in enumerate(rows) if rule.looks_at_text and not ended[index]]
         if reading:
             self._check_stop_strings(rows, reading, ended)
@@ -127,10 +130,6 @@ class StopChecker:
         if ends is None:
             ends = self._string_ends[table] = _string_ends(criterion)
         return ends
-
-
-def _ends_cheaply(tokens: Sequence[int], rule: StopRule, now: float) -> bool:
-    return rule.ends_with(len(tokens), tokens[-1]) or (rule.deadline is not None and now > rule.deadline)
 
 
 def _string_ends(criterion: StopStringCriteria) -> Container[int]:

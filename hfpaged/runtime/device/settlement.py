@@ -12,7 +12,6 @@ from hfpaged.runtime.device.accelerator import Accelerator
 from hfpaged.runtime.device.launched_step import LaunchedStep
 from hfpaged.runtime.drawing import Outcome, draw_rows, outcome_of, score_prompts
 from hfpaged.runtime.live_request import LiveRequest
-from hfpaged.runtime.tiers import StepOutput
 from hfpaged.sampling.logprobs import TokenLogprob
 from hfpaged.sampling.sampler import Drawn, Sampler
 
@@ -90,7 +89,7 @@ def _drawn_on_host(step: LaunchedStep, alive: Container[int], sampler: Sampler) 
     for live, logits in on_host:
         requests.append((live, range(first, first + len(logits))))
         first += len(logits)
-    return draw_rows(requests, StepOutput(torch.cat([logits for _, logits in on_host]), None), sampler)
+    return draw_rows(requests, torch.cat([logits for _, logits in on_host]), sampler)
 
 
 def _hand_over(outcomes: Sequence[Outcome], accelerator: Accelerator) -> None:
