@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hfpaged.errors import NativeKernelError
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 ISA_VARIABLE = "HFPAGED_ISA"
 ISAS = ("plain", "avx2", "avx512", "avx512bf16")
 DTYPE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
@@ -116,6 +116,7 @@ PROTOTYPES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "hfp_fingerprint": (c_uint64, (c_void_p, c_size_t, c_int)),
     "hfp_attention": (c_int, (POINTER(AttentionArgs),)),
     "hfp_write_kv": (c_int, (POINTER(WriteKvArgs),)),
+    "hfp_draw": (None, (c_void_p, c_int64, c_int64, c_int32, c_void_p, c_void_p, c_int)),
     "hfp_nucleus": (c_int, (POINTER(NucleusRow), c_int32, c_int)),
     "hfp_nucleus_take": (c_int, (POINTER(NucleusRow), c_int32, c_int64, c_void_p, c_void_p, c_int)),
 }

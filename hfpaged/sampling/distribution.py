@@ -9,6 +9,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hfpaged.native import library
+
+_UNDECIDED = -2  # HFP_UNDECIDED of csrc/draw.h
 # Rows are taken a few at a time so that copies of them stay in the cache on a CPU and small on a GPU.
 _CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 25}
 
@@ -26,7 +29,22 @@ def inverse_cdf(scores: Tensor, uniforms: npt.NDArray[np.float64]) -> list[int]:
     Returns:
         The indices; -1 for a row with NaN or +inf, or with nothing but -inf.
     """
-    return drawn_indices(scores, torch.from_numpy(uniforms).to(scores.device)).tolist()
+    if scores.device.type != "cpu" or scores.dtype != torch.float32 or library.unavailable():
+        return drawn_indices(scores, torch.from_numpy(uniforms).to(scores.device)).tolist()
+    drawn = _drawn_natively(scores.contiguous(), uniforms)
+    undecided = np.flatnonzero(drawn == _UNDECIDED)
+    if len(undecided):
+        drawn[undecided] = drawn_indices(scores[undecided], torch.from_numpy(uniforms[undecided])).numpy()
+    return drawn.tolist()
+
+
+def _drawn_natively(scores: Tensor, uniforms: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+    """The same by float32 masses; _UNDECIDED where these are too coarse to tell."""
+    drawn, (count, width) = np.empty(len(scores), dtype=np.int64), scores.shape
+    uniforms = np.ascontiguousarray(uniforms)
+    addresses = (uniforms.ctypes.data, drawn.ctypes.data)
+    library.load().hfp_draw(scores.data_ptr(), width, width, count, *addresses, torch.get_num_threads())
+    return drawn
 
 
 def drawn_indices(scores: Tensor, uniforms: Tensor) -> Tensor:

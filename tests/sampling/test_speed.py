@@ -32,7 +32,7 @@ def milliseconds(sampler: Sampler, spread: float, *processors: LogitsProcessor) 
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-def test_top_p_without_top_k_costs_less_than_a_sort_of_everything(spread: float) -> None:
+def test_top_p_without_top_k_costs_much_less_than_a_sort_of_everything(spread: float) -> None:
     with torch_threads(2):
         plain = milliseconds(Sampler(), spread)
         top_k = milliseconds(Sampler(), spread, TopKLogitsWarper(50), TopPLogitsWarper(0.9))
@@ -40,4 +40,4 @@ def test_top_p_without_top_k_costs_less_than_a_sort_of_everything(spread: float)
         sorting = milliseconds(Sampler(most_candidates=0), spread, TopPLogitsWarper(0.9))
     print(f"{ROWS} rows, spread {spread}: without filters {plain:.1f} ms, top-k and top-p {top_k:.1f} ms, "
           f"top-p {top_p:.1f} ms, by sorting everything {sorting:.1f} ms")  # fmt: skip
-    assert top_p <= 0.7 * sorting
+    assert top_p <= 0.4 * sorting

@@ -3,7 +3,7 @@
 #include <stdint.h>
 
 // Raised with every change of an exported signature or struct; native/library.py expects the same number.
-#define HFP_ABI_VERSION 7
+#define HFP_ABI_VERSION 8
 
 // Sources of several instruction sets include these headers: a function that is not inlined would exist once for all.
 #define HFP_ALWAYS_INLINE __attribute__((always_inline))

@@ -1,56 +1,11 @@
 #include "nucleus_passes.h"
 
-#include "ops_math.h"
+#include "ops_scores.h"
 
 namespace hfp {
 namespace HFP_ISA {
-namespace {
 
-// Scores of no token.
-Vec16 nothing16() { return splat16(-__builtin_inff()); }
-
-Vec16 load_scores(const float* p, Whole) { return load16(p); }
-Vec16 load_scores(const float* p, int count) {
-  float lanes[kLanes];
-  store16(lanes, nothing16());
-  std::memcpy(lanes, p, sizeof(float) * count);
-  return load16(lanes);
-}
-
-// A sum whose rounding errors are summed up beside it (Knuth's TwoSum).
-class ExactSum {
- public:
-  void add(Vec16 x) {
-    Vec16 sum = sum_ + x, added = sum - sum_;
-    error_ = error_ + ((sum_ - (sum - added)) + (x - added));
-    sum_ = sum;
-  }
-
-  double total() const {
-    float sums[kLanes], errors[kLanes];
-    store16(sums, sum_);
-    store16(errors, error_);
-    double total = 0;
-    for (int i = 0; i < kLanes; i++) total += double(sums[i]) + double(errors[i]);
-    return total;
-  }
-
- private:
-  Vec16 sum_ = zero16(), error_ = zero16();
-};
-
-}  // namespace
-
-float highest_score(const float* scores, int64_t count) {
-  Vec16 highest = nothing16();
-  uint32_t ordered = 0xffff;
-  for_each16(static_cast<int>(count), [&](int i, auto lanes) {
-    Vec16 x = load_scores(scores + i, lanes);
-    ordered &= equal_mask16(x, x);
-    highest = max16(highest, x);
-  });
-  return ordered == 0xffff ? largest16(highest) : __builtin_nanf("");
-}
+float highest_score(const float* scores, int64_t count) { return highest_of(scores, count); }
 
 double write_masses(const float* scores, int64_t count, float highest, float* masses) {
   Vec16 top = splat16(highest);
