@@ -14,8 +14,6 @@ from hfpaged.quantization.strips import WORD_CODES
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CODE_KINDS = {WeightFormat.NVFP4: 0, WeightFormat.MXFP4: 0, WeightFormat.INT4: 1}
 _SCALE_KINDS = {WeightFormat.NVFP4: 0, WeightFormat.MXFP4: 1, WeightFormat.INT4: 2}
-# The kernels read E4M3 scales as fp16 numbers, which are smaller by this factor.
-_E4M3_FACTOR = 256.0
 _PANEL_STRIPS = 4
 
 
@@ -47,10 +45,9 @@ class StripsArgs(ctypes.Structure):
 
 def strips_of(codes: torch.Tensor, scales: torch.Tensor, multiplier: float, form: WeightFormat) -> list[Strip]:
     """One struct for each strip of a weight. They point into the tensors, which must stay alive and in place."""
-    factor = _E4M3_FACTOR if form is WeightFormat.NVFP4 else 1.0
     code_bytes, scale_bytes = codes[0].nbytes, scales[0].nbytes
     return [
-        Strip(codes.data_ptr() + index * code_bytes, scales.data_ptr() + index * scale_bytes, multiplier * factor)
+        Strip(codes.data_ptr() + index * code_bytes, scales.data_ptr() + index * scale_bytes, multiplier)
         for index in range(len(codes))
     ]
 

@@ -11,7 +11,7 @@ from program.stepping import Stepper
 from quantization import formats
 from quantization.checkpoints import PROMPT, tiny_llama
 from quantization.test_loading import distance, load
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hfpaged
 from hfpaged.native import library
@@ -44,6 +44,14 @@ def test_the_program_computes_with_the_dequantized_weights(tmp_path, llama, writ
     with torch.no_grad():
         expected = saved.dense(torch.tensor([PROMPT])).logits[0]
     assert distance(program_logits(model), expected) <= limit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_that_are_exact_give_the_bits_of_dense_ones(tmp_path, llama, dtype):
+    saved = formats.compressed_mxfp4(tmp_path, llama)
+    saved.dense.save_pretrained(tmp_path / "dense")
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=dtype).eval()
+    assert torch.equal(program_logits(load(saved, dtype)), program_logits(dense))
 
 
 def test_the_program_reads_the_modules_own_memory(tmp_path, llama):

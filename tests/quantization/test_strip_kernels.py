@@ -9,7 +9,7 @@ import torch
 from quantization import checkpoints as make
 
 from hfpaged.native import library
-from hfpaged.quantization.codes import unpack_nibbles
+from hfpaged.quantization.codes import pack_nibbles, unpack_nibbles
 from hfpaged.quantization.native_strips import can_multiply
 from hfpaged.quantization.packed_linear import PackedLinear
 from hfpaged.quantization.record import QuantizedLinear, WeightFormat
@@ -66,6 +66,22 @@ def test_products_are_within_rounding_of_float64(isa, form, shape, dtype):
         assert can_multiply(x)
         exact = x.double() @ weight.double().T + linear.bias.double()
         assert (linear(x).double() - exact).norm() <= LIMITS[dtype] * exact.norm(), rows
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("form", [WeightFormat.NVFP4, WeightFormat.MXFP4])
+def test_every_code_times_every_scale_is_exact(isa, form, dtype):
+    group = MAKERS[form][1]
+    # fp16 outputs hold no more of the exponents of E8M0.
+    scales = torch.arange(127) if form is WeightFormat.NVFP4 else torch.arange(110, 140)
+    scales = scales.to(torch.uint8)[:, None]
+    codes = pack_nibbles((torch.arange(group) % 16).to(torch.uint8).expand(len(scales), -1))
+    typed = scales.view(torch.float8_e4m3fn) if form is WeightFormat.NVFP4 else scales
+    linear = PackedLinear(QuantizedLinear(form, codes, typed, (1, group)))
+    weight = linear.record().dequantize().T.to(dtype)
+    assert torch.equal(linear(torch.eye(group, dtype=dtype)), weight)
+    for row in range(group):
+        assert torch.equal(linear(torch.eye(group, dtype=dtype)[row : row + 1]), weight[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)

@@ -25,7 +25,7 @@ HFP_ALWAYS_INLINE constexpr int bytes_of(ScaleKind kind) { return kind == ScaleK
 struct Strip {
   const uint32_t* codes;  // [K / 8][16], 64-byte aligned
   const uint8_t* scales;  // [groups][16] of the scale's type
-  float multiplier;       // of all scales; for E4M3 times 256, see load_scales
+  float multiplier;       // of all scales
 };
 
 // Strips in the order of packed columns: four of them are one panel (gemm.h). Missing ones of the last panel repeat

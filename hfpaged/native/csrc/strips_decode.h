@@ -43,61 +43,8 @@ inline Vec16 decode16(const uint32_t* words, int shift, const CodeTable& table) 
 }
 #endif
 
-// Pair j (inputs 2j and 2j + 1) of sixteen words, multiplied with pairs of inputs in type T.
-template <class T>
-struct PairStep {
-  using Weights = WordPair;
-  using Input = WordPair;
-  using Words = const uint32_t*;
-  using Table = CodeTable;
-  static Words load(const uint32_t* words) { return words; }
-  template <int J>
-  static Weights decode(Words& words, const Table& table) {
-    return {decode16(words, 4 * J, table), decode16(words, 16 + 4 * J, table)};
-  }
-  static Input broadcast(const float* pair) { return {splat16(pair[0]), splat16(pair[1])}; }
-  template <class Half>
-  static Input broadcast(const Half* pair) {
-    return broadcast_word(reinterpret_cast<const uint32_t*>(pair), Half{});
-  }
-  static Vec16 accumulate(Vec16 sum, Input x, Weights w) { return fma16(x.odd, w.odd, fma16(x.even, w.even, sum)); }
-};
-
-#if defined(__AVX512BF16__)
-// bf16 values of all codes, twice: the lookup reads five bits of an index, the fifth being the next code's.
-struct CodeTableBf16 {
-  __m512i values;
-
-  explicit CodeTableBf16(CodeKind kind) {
-    __m256i bits = bf16_bits(load16(CodeTable(kind).values));
-    values = _mm512_inserti64x4(_mm512_castsi256_si512(bits), bits, 1);
-  }
-};
-
-template <>
-struct PairStep<bf16> {
-  using Weights = __m512i;
-  using Input = __m512i;
-  using Words = __m512i;
-  using Table = CodeTableBf16;
-  static Words load(const uint32_t* words) { return _mm512_loadu_si512(words); }
-  // Must be called for J = 0, 1, 2, 3 in turn: it shifts what is left of the words.
-  template <int J>
-  static Weights decode(Words& words, const Table& table) {
-    if constexpr (J > 0) words = _mm512_srli_epi16(words, 4);
-    return _mm512_permutexvar_epi16(words, table.values);
-  }
-  static Input broadcast(const bf16* pair) {
-    return _mm512_set1_epi32(static_cast<int>(*reinterpret_cast<const uint32_t*>(pair)));
-  }
-  static Vec16 accumulate(Vec16 sum, Input x, Weights w) {
-    return {_mm512_dpbf16_ps(sum.v, (__m512bh)x, (__m512bh)w)};
-  }
-};
-#endif
-
-// Scales of sixteen columns as fp32, none negative. E4M3 comes out divided by 256, which the strip's multiplier makes up
-// for: its bits are those of an fp16 number, shifted.
+// Scales of sixteen columns as fp32, none negative. The bits of an E4M3 number are those of an fp16 number 256 times
+// smaller, shifted.
 template <ScaleKind kKind>
 inline Vec16 load_scales(const uint8_t* scales) {
   if constexpr (kKind == ScaleKind::kFp32) return load16(reinterpret_cast<const float*>(scales));
@@ -105,7 +52,7 @@ inline Vec16 load_scales(const uint8_t* scales) {
   __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales));
   if constexpr (kKind == ScaleKind::kE8m0)
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), 23))};
-  return {_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7))};
+  return Vec16{_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(bytes), 7))} * splat16(256.f);
 #else
   if constexpr (kKind == ScaleKind::kE8m0) {
     uint32_t bits[kLanes];
@@ -116,10 +63,37 @@ inline Vec16 load_scales(const uint8_t* scales) {
   } else {
     fp16 halves[kLanes];
     for (int i = 0; i < kLanes; i++) halves[i].bits = static_cast<uint16_t>(scales[i] << 7);
-    return load16(halves);
+    return load16(halves) * splat16(256.f);
   }
 #endif
 }
+
+// What takes the time: decoding with few rows, multiplying with many.
+enum class Load { kDecoding, kMultiplying };
+
+// Pair j (inputs 2j and 2j + 1) of sixteen words, multiplied with pairs of inputs in type T. A weight is its code times
+// the scale of its group, rounded to fp32: for E4M3 and E8M0 scales, which have few bits, the product is exact.
+template <class T, ScaleKind kScales>
+struct PairStep {
+  using Weights = WordPair;
+  using Input = WordPair;
+  using Words = const uint32_t*;
+  using Scale = Vec16;
+  using Table = CodeTable;
+  static constexpr bool kScalesSums = false;
+  static Words load(const uint32_t* words) { return words; }
+  static Scale load_scale(const uint8_t* scales) { return load_scales<kScales>(scales); }
+  template <int J, Load>
+  static Weights decode(Words& words, const Scale& scale, const Table& table) {
+    return {decode16(words, 4 * J, table) * scale, decode16(words, 16 + 4 * J, table) * scale};
+  }
+  static Input broadcast(const float* pair) { return {splat16(pair[0]), splat16(pair[1])}; }
+  template <class Half>
+  static Input broadcast(const Half* pair) {
+    return broadcast_word(reinterpret_cast<const uint32_t*>(pair), Half{});
+  }
+  static Vec16 accumulate(Vec16 sum, Input x, Weights w) { return fma16(x.odd, w.odd, fma16(x.even, w.even, sum)); }
+};
 
 }  // namespace HFP_ISA
 }  // namespace hfp

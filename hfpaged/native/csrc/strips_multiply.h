@@ -40,8 +40,8 @@ inline Units strip_units_of(int rows, int panels) {
   return {row_tiles, static_cast<int64_t>(panels) * row_tiles};
 }
 
-// Multiplies units [begin, end) and hands each tile of sums to epilogue(panel, first_row, rows, tile). During the last
-// panel the strips at `next` (null: none) are fetched.
+// Multiplies units [begin, end) and hands each tile of sums to epilogue(panel, first_row, rows, tile). With a panel the
+// one behind it is fetched, with the last one the strips at `next` unless that is null.
 template <class T, ScaleKind kScales, class Epilogue>
 void multiply_strips_scaled(const InputRows<T>& in, const StripWeight& weight, int panels, int64_t begin, int64_t end,
                             const Strip* next, Epilogue& epilogue) {
@@ -53,7 +53,8 @@ void multiply_strips_scaled(const InputRows<T>& in, const StripWeight& weight, i
     int rows = static_cast<int>(static_cast<int64_t>(in.count) * (row_tile + 1) / row_tiles) - first;
     const Strip* strips = weight.strips + static_cast<int64_t>(panel) * kPanelVectors;
     bool is_last = static_cast<int64_t>(panel + 1) * row_tiles >= end;
-    const Strip* ahead = row_tile > 0 ? nullptr : is_last ? next : strips + kPanelVectors;
+    const Strip* following = panel + 1 < panels ? strips + kPanelVectors : nullptr;
+    const Strip* ahead = row_tile > 0 ? nullptr : is_last && next ? next : following;
     const T* input = in.data + first * in.stride;
     strip_tile<T, kScales>(
         rows, {strips, ahead, input, in.stride, weight.groups, weight.group_words, weight.codes}, tile);
