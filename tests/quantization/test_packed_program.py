@@ -46,12 +46,13 @@ def test_the_program_computes_with_the_dequantized_weights(tmp_path, llama, writ
     assert distance(program_logits(model), expected) <= limit
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weights_that_are_exact_give_the_bits_of_dense_ones(tmp_path, llama, dtype):
+def test_weights_that_are_exact_in_bf16_give_the_bits_of_dense_ones(tmp_path, llama):
+    if library.isa() != "avx512bf16":
+        pytest.skip("other instruction sets scale the sums of groups")
     saved = formats.compressed_mxfp4(tmp_path, llama)
     saved.dense.save_pretrained(tmp_path / "dense")
-    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=dtype).eval()
-    assert torch.equal(program_logits(load(saved, dtype)), program_logits(dense))
+    dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16).eval()
+    assert torch.equal(program_logits(load(saved, torch.bfloat16)), program_logits(dense))
 
 
 def test_the_program_reads_the_modules_own_memory(tmp_path, llama):

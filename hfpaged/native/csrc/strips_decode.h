@@ -71,8 +71,8 @@ inline Vec16 load_scales(const uint8_t* scales) {
 // What takes the time: decoding with few rows, multiplying with many.
 enum class Load { kDecoding, kMultiplying };
 
-// Pair j (inputs 2j and 2j + 1) of sixteen words, multiplied with pairs of inputs in type T. A weight is its code times
-// the scale of its group, rounded to fp32: for E4M3 and E8M0 scales, which have few bits, the product is exact.
+// Pair j (inputs 2j and 2j + 1) of sixteen words, multiplied with pairs of inputs in type T. kScalesSums says where the
+// scale of a group goes: to the sum of its products, or into `decode`, which then gives the weights themselves.
 template <class T, ScaleKind kScales>
 struct PairStep {
   using Weights = WordPair;
@@ -80,12 +80,12 @@ struct PairStep {
   using Words = const uint32_t*;
   using Scale = Vec16;
   using Table = CodeTable;
-  static constexpr bool kScalesSums = false;
+  static constexpr bool kScalesSums = true;
   static Words load(const uint32_t* words) { return words; }
   static Scale load_scale(const uint8_t* scales) { return load_scales<kScales>(scales); }
   template <int J, Load>
-  static Weights decode(Words& words, const Scale& scale, const Table& table) {
-    return {decode16(words, 4 * J, table) * scale, decode16(words, 16 + 4 * J, table) * scale};
+  static Weights decode(Words& words, const Scale&, const Table& table) {
+    return {decode16(words, 4 * J, table), decode16(words, 16 + 4 * J, table)};
   }
   static Input broadcast(const float* pair) { return {splat16(pair[0]), splat16(pair[1])}; }
   template <class Half>

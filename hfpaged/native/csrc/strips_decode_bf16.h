@@ -39,7 +39,7 @@ struct DotStep {
   }
 };
 
-// An int4 code times an fp32 scale is no bf16 number: there the sums of a group are scaled.
+// An int4 code times an fp32 scale is no bf16 number.
 template <>
 struct PairStep<bf16, ScaleKind::kFp32> : DotStep {
   using Scale = Vec16;

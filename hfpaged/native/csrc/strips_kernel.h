@@ -1,6 +1,6 @@
-// One tile of the matrix product with packed 4-bit weights. As in gemm_kernel.h, every element is one chain of
-// multiply-adds in ascending k whatever the tile, the same one that dense weights have. Only where a weight is no number
-// of type T, see kScalesSums, the products of a group are added up, and the sum is scaled and added to the total.
+// One tile of the matrix product with packed 4-bit weights. As in gemm_kernel.h, every element is one chain of operations
+// in ascending k whatever the tile. Where decoded weights have their scales in them it is the chain of dense weights;
+// elsewhere, see kScalesSums, the products of a group are added up, and the sum is scaled and added to the total.
 #pragma once
 #include "strips_decode_bf16.h"
 #include "strips_multiply.h"

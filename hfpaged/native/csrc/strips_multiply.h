@@ -7,14 +7,19 @@
 namespace hfp {
 namespace HFP_ISA {
 
-// Most rows of a tile.
+// Most rows of a tile. Some sums then wait in memory, which costs less than decoding for fewer rows.
 #if defined(__AVX512F__)
 template <class T>
-constexpr int kManyRows = 6;
+constexpr int kManyRows = 12;
+template <>
+constexpr int kManyRows<float> = 6;
 #if defined(__AVX512BF16__)
 template <>
 constexpr int kManyRows<bf16> = 16;
 #endif
+#elif defined(__AVX2__)
+template <class T>
+constexpr int kManyRows = 4;
 #else
 template <class T>
 constexpr int kManyRows = 2;
