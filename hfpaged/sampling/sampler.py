@@ -109,7 +109,8 @@ class Sampler:
 
     def _draw_processed(self, logits: Tensor, rows: Sequence[SampleRow], chosen: list[int], drawn: Drawn) -> None:
         part = _select(logits, chosen)
-        batch = _Batch(part.to(torch.float32, copy=part is logits), [rows[index] for index in chosen])
+        scores = part.to(torch.float32)
+        batch = _Batch(scores, scores is logits, [rows[index] for index in chosen])
         batch.run_heads(self._most_candidates)
         batch.draw_truncated()
         batch.draw_greedy()
@@ -128,13 +129,14 @@ class _Batch:
     """Rows on their way from logits to tokens.
 
     Attributes:
-        scores: float32[P, V], edited in place.
+        scores: float32[P, V].
         tokens: the drawn ids, None while a row waits.
         errors: a row with an error is left out of everything that follows.
     """
 
-    def __init__(self, scores: Tensor, rows: list[SampleRow]) -> None:
+    def __init__(self, scores: Tensor, is_shared: bool, rows: list[SampleRow]) -> None:
         self.scores = scores
+        self._is_shared = is_shared  # `scores` is not to be edited
         self.tokens: list[int | None] = [None] * len(rows)
         self.errors: list[Exception | None] = [None] * len(rows)
         self._rows = rows
@@ -222,8 +224,15 @@ class _Batch:
             if token is None and error is None
         ]
 
+    def _editable_scores(self) -> Tensor:
+        if self._is_shared:
+            self.scores, self._is_shared = self.scores.clone(), False
+        return self.scores
+
     def _run(self, stages: list) -> None:
-        for index, error in enumerate(apply_stages(self.scores, stages, self._histories)):
+        if not any(stages):
+            return
+        for index, error in enumerate(apply_stages(self._editable_scores(), stages, self._histories)):
             self.errors[index] = self.errors[index] or error
 
     def _settle(self, index: int, token: int) -> None:
@@ -235,8 +244,9 @@ class _Batch:
     def _keep_only(self, index: int, ids: Tensor, scores: Tensor) -> None:
         """Make the row of the matrix what the full truncation stages would have left."""
         kept = scores > EXCLUDED
-        self.scores[index].fill_(EXCLUDED)
-        self.scores[index, ids[kept].to(self.scores.device)] = scores[kept].to(self.scores.device)
+        row = self._editable_scores()[index]
+        row.fill_(EXCLUDED)
+        row[ids[kept].to(row.device)] = scores[kept].to(row.device)
 
 
 def draw_from_scores(
