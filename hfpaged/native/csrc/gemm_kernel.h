@@ -121,8 +121,11 @@ constexpr int kPanelVectors = kPanelColumns / kLanes;
 using Tile = Vec16[kMaxTileRows][kPanelVectors];
 
 #if defined(__AVX512F__)
-// The tall tile reads half a panel at a time but each weight for twice the rows; it wins while the rows fit two tiles.
-constexpr int kTallFrom = 7, kTallTo = 20;
+// The tall tile reads half a panel at a time but each weight for twice the rows; it wins while the rows fit one.
+constexpr int kTallFrom = 8, kTallTo = 12;
+// The high tile leaves no register free. It wins where few rows fill one tile less than of wide ones.
+constexpr int kHighTo = 20;
+constexpr int kHighRows = 7;
 template <class T>
 constexpr TileShape kWideTile = {6, 4};
 template <>
@@ -134,6 +137,7 @@ constexpr TileShape kWideTile<bf16> = {4, 4};
 constexpr TileShape kTallTile = {12, 2};
 #elif defined(__AVX2__)
 constexpr int kTallFrom = 1, kTallTo = 0;
+constexpr int kHighTo = 0, kHighRows = 1;
 template <class T>
 constexpr TileShape kWideTile = {6, 1};
 template <>
@@ -143,6 +147,7 @@ constexpr TileShape kWideTile<fp16> = {4, 1};
 constexpr TileShape kTallTile = {1, 1};
 #else
 constexpr int kTallFrom = 1, kTallTo = 0;
+constexpr int kHighTo = 0, kHighRows = 1;
 template <class T>
 constexpr TileShape kWideTile = {2, 1};
 constexpr TileShape kTallTile = {1, 1};
@@ -231,9 +236,24 @@ struct Units {
   int64_t count;
 };
 
+inline int tiles_of_rows(int rows, int tile_rows) { return (rows + tile_rows - 1) / tile_rows; }
+
+inline bool prefers_tall_tile(int rows) { return rows >= kTallFrom && rows <= kTallTo; }
+
+// Only for types whose wide tile is the highest but one.
 template <class T>
-inline bool prefers_tall_tile(int rows) {
-  return rows >= kTallFrom && rows <= kTallTo;
+constexpr bool kHasHighTile = kWideTile<T>.rows == kHighRows - 1;
+
+template <class T>
+inline bool prefers_high_tile(int rows) {
+  if (!kHasHighTile<T> || rows > kHighTo) return false;
+  return tiles_of_rows(rows, kHighRows) < tiles_of_rows(rows, kWideTile<T>.rows);
+}
+
+template <class T>
+inline int row_tiles_of(int rows) {
+  if (prefers_tall_tile(rows)) return tiles_of_rows(rows, kTallTile.rows);
+  return tiles_of_rows(rows, prefers_high_tile<T>(rows) ? kHighRows : kWideTile<T>.rows);
 }
 
 // The same for weights in 4 bits (strips_kernel.h).
@@ -246,8 +266,7 @@ void multiply_strips(const InputRows<T>& in, const StripWeight& weight, int pane
 template <class T>
 inline Units units_of(int rows, const PackedWeight& weight) {
   if (weight.strips) return strip_units_of<T>(rows, weight.panel_count());
-  int tile_rows = prefers_tall_tile<T>(rows) ? kTallTile.rows : kWideTile<T>.rows;
-  int row_tiles = (rows + tile_rows - 1) / tile_rows;
+  int row_tiles = row_tiles_of<T>(rows);
   return {row_tiles, static_cast<int64_t>(weight.panel_count()) * row_tiles};
 }
 
@@ -284,10 +303,13 @@ void multiply(const InputRows<T>& in, const PackedWeight& weight, int64_t begin,
     const Strip* next = reinterpret_cast<const Strip*>(next_product);
     return multiply_strips<T>(in, *weight.strips, weight.panel_count(), begin, end, next, epilogue);
   }
-  if (prefers_tall_tile<T>(in.count))
-    multiply_with_tile<T, kTallTile.rows, kTallTile.vectors>(in, weight, begin, end, next_product, epilogue);
-  else
-    multiply_with_tile<T, wide.rows, wide.vectors>(in, weight, begin, end, next_product, epilogue);
+  if (prefers_tall_tile(in.count))
+    return multiply_with_tile<T, kTallTile.rows, kTallTile.vectors>(in, weight, begin, end, next_product, epilogue);
+  if constexpr (kHasHighTile<T>) {
+    if (prefers_high_tile<T>(in.count))
+      return multiply_with_tile<T, kHighRows, wide.vectors>(in, weight, begin, end, next_product, epilogue);
+  }
+  multiply_with_tile<T, wide.rows, wide.vectors>(in, weight, begin, end, next_product, epilogue);
 }
 
 // Multiplies one thread's share of all units.
