@@ -2,6 +2,7 @@
 // thread does all of a step, or of a part of one (row_parts.h).
 #include <time.h>
 
+#include "ops_cache.h"
 #include "ops_epilogue.h"
 #include "ops_head.h"
 #include "ops_norm.h"
@@ -112,57 +113,41 @@ void product(const Run& run, int32_t index, Share share) {
   });
 }
 
-// The bits of an element, as the cache stores them.
 template <class T>
-struct BitsOf;
-template <>
-struct BitsOf<float> {
-  using type = float;
-};
-template <>
-struct BitsOf<bf16> {
-  using type = uint16_t;
-};
-template <>
-struct BitsOf<fp16> {
-  using type = uint16_t;
-};
-
-template <class T>
-void store_key_and_value(const Step& step, const AttentionShape& shape, int64_t token, int kv_head, const T* key,
-                         const T* value) {
-  using Bits = typename BitsOf<T>::type;
-  int block_size = step.batch.block_size;
-  int64_t slot = step.batch.slots[token];
-  HfpCache cache = {};
-  cache.num_kv_heads = shape.kv_heads;
-  cache.key_dim = shape.key_dim;
-  cache.value_dim = shape.value_dim;
-  int within = static_cast<int>(slot % block_size), place = within % kTileTokens;
-  int64_t tile = tile_index(cache, block_size, slot / block_size, kv_head, within / kTileTokens) * tile_stride(cache);
-  write_key(static_cast<Bits*>(step.key_cache[shape.layer]) + tile, place, reinterpret_cast<const Bits*>(key),
-            shape.key_dim);
-  write_value(static_cast<Bits*>(step.value_cache[shape.layer]) + tile, place, reinterpret_cast<const Bits*>(value),
-              shape.value_dim);
+void normalize_heads(const TokenHeads<T>& heads, const NormWeights& weights) {
+  for (int head = 0; weights.gamma && head < heads.count; head++) {
+    T* x = heads.data + head * heads.dim;
+    normalize_into(x, x, heads.dim, weights);
+  }
 }
 
-// Heads [begin, end) of queries and keys, of one token after the other.
+// Tokens [begin, end). The cache lines of those up to own_end, which are this thread's next, are fetched ahead.
 template <class T>
-void rotate_and_store(const Run& run, const RotateAndStoreOp& op, int64_t begin, int64_t end) {
+void rotate_and_store(const Run& run, const RotateAndStoreOp& op, int64_t begin, int64_t end, int64_t own_end) {
+  constexpr int64_t kAhead = 2;
   const AttentionShape& shape = op.shape;
   const Step& step = *run.step;
-  int heads = shape.heads + shape.kv_heads;
-  for (int64_t item = begin; item < end; item++) {
-    int64_t token = item / heads;
-    int head = static_cast<int>(item % heads), kv_head = head - shape.heads;
-    T* row = row_of<T>(run.buffers[op.qkv], token);
-    T* x = row + head * shape.key_dim;
-    const NormWeights& weights = kv_head < 0 ? op.query_norm : op.key_norm;
-    if (weights.gamma) normalize_into(x, x, shape.key_dim, weights);
-    if (op.style != RotaryStyle::kNone) rotate(x, run.tables[op.table], step.positions[token], op);
-    if (kv_head < 0 || !step.batch.slots) continue;
-    store_key_and_value(step, shape, token, kv_head, x, row + heads * shape.key_dim + kv_head * shape.value_dim);
+  CacheSlots<T> slots(step, shape);
+  for (int64_t token = begin; token < end; token++) {
+    T* queries = row_of<T>(run.buffers[op.qkv], token);
+    T *keys = queries + shape.heads * shape.key_dim, *values = keys + shape.kv_heads * shape.key_dim;
+    if (step.batch.slots && token + kAhead < own_end) slots.fetch(token + kAhead);
+    normalize_heads<T>({queries, shape.heads, shape.key_dim}, op.query_norm);
+    normalize_heads<T>({keys, shape.kv_heads, shape.key_dim}, op.key_norm);
+    if (op.style != RotaryStyle::kNone) {
+      TokenHeads<T> both = {queries, shape.heads + shape.kv_heads, shape.key_dim};
+      rotate(both, run.tables[op.table], step.positions[token], op);
+    }
+    if (step.batch.slots) slots.store(token, keys, values);
   }
+}
+
+template <class T>
+void rotate_and_store(const Run& run, int32_t index, Share share) {
+  int64_t own_end = share.end(run.step->tokens);
+  work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
+    rotate_and_store<T>(run, run.ops[index].rotate, begin, end, end <= own_end ? own_end : end);
+  });
 }
 
 void attend(const Run& run, int32_t index, Share share) {
@@ -290,10 +275,7 @@ void run_op(const Run& run, int32_t index, Share share) {
     case OpKind::kEmbed: return embed<T>(run, op.embed, share);
     case OpKind::kNorm: return norm<T>(run, op.norm, share);
     case OpKind::kProduct: return product<T>(run, index, share);
-    case OpKind::kRotateAndStore:
-      return work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
-        rotate_and_store<T>(run, op.rotate, begin, end);
-      });
+    case OpKind::kRotateAndStore: return rotate_and_store<T>(run, index, share);
     case OpKind::kAttention: return attend(run, index, share);
     case OpKind::kHead: return head<T>(run, index, share);
     case OpKind::kRoute: return route<T>(run, op.route, share);
@@ -317,7 +299,7 @@ int64_t shared_units(const Run& run, int32_t index) {
       if (is_screened(run, op.head)) return ScreenedHead<T>::units(op.head, run.step->samples).count;
       return units_of<T>(run.rows(op.head.in), op.head.weight).count;
     case OpKind::kAttention: return run.attention[index].plan.count;
-    case OpKind::kRotateAndStore: return run.step->tokens * (op.rotate.shape.heads + op.rotate.shape.kv_heads);
+    case OpKind::kRotateAndStore: return run.step->tokens;
     default: return 0;
   }
 }
