@@ -18,6 +18,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from hfpaged.native import library
 from hfpaged.sampling.distribution import inverse_cdf
 from hfpaged.sampling.errors import InvalidScoresError
 from hfpaged.sampling.processors import CompiledProcessors
@@ -105,6 +106,14 @@ def test_candidates_leave_the_scores_of_the_full_vocabulary() -> None:
     logits = make_logits(48)
     fast, slow = (Sampler(most).draw(logits, make_rows(48, keep_scores=True)) for most in (4096, 0))
     assert all(torch.equal(one, other) for one, other in zip(fast.scores, slow.scores, strict=True))
+
+
+def test_without_kernels_the_tokens_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = make_logits(48)
+    expected = Sampler().draw(logits, make_rows(48)).tokens
+    monkeypatch.setattr(library, "unavailable", lambda: "not built")
+    monkeypatch.setattr(library, "load", None)
+    assert Sampler().draw(logits, make_rows(48)).tokens == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
