@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,14 +20,17 @@ from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopRule
 from hfpaged.speculation.draft_length import FIRST_RATE, Acceptance, DraftLength
 
+if TYPE_CHECKING:
+    # Which itself speaks to draft models.
+    from hfpaged.runtime.live_requests import LiveRequests
+
 
 class DraftSteps(Protocol):
     """What a draft model needs of a `Stepper`, which it drives itself: there is no thread in between."""
 
+    requests: LiveRequests
+
     def admit(self, specs: Sequence[RequestSpec], handles: Sequence[GenerationHandle]) -> None: ...
-    def feed(self, tokens: Sequence[tuple[GenerationHandle, list[int] | None]], logits_for: int) -> None: ...
-    def rollback(self, handles: Sequence[GenerationHandle], count: int) -> None: ...
-    def end(self, handles: Sequence[GenerationHandle], reason: str) -> None: ...
     def step(self) -> bool: ...
     def step_seconds(self, tokens: int) -> float | None: ...
     def release(self) -> None: ...
@@ -89,7 +92,7 @@ class DraftModel:
         """The request ended."""
         text = self._texts.pop(request_id, None)
         if text is not None:
-            self._steps.end([text.handle], "stop")
+            self._steps.requests.end([text.handle], "stop")
 
     def release(self) -> None:
         """Give up all blocks."""
@@ -152,8 +155,8 @@ class DraftModel:
             stands = text.agreed
             while stands < min(len(text.fed), len(tokens) - 1) and text.fed[stands] == tokens[stands]:
                 stands += 1
-            self._steps.rollback([text.handle], len(text.fed) - stands)
-            self._steps.feed([(text.handle, tokens[stands:])], 1)
+            self._steps.requests.rollback([text.handle], len(text.fed) - stands)
+            self._steps.requests.feed([(text.handle, tokens[stands:])], 1)
             text.fed[stands:] = tokens[stands:]
             text.agreed = len(tokens)
             text.is_behind = True
@@ -170,7 +173,7 @@ class DraftModel:
                 continue
             text.guesses.append(token)
             if len(text.guesses) < text.wanted:
-                self._steps.feed([(text.handle, [token])], 1)
+                self._steps.requests.feed([(text.handle, [token])], 1)
                 text.fed.append(token)
                 text.is_behind = True
         return True

@@ -29,7 +29,7 @@ class EngineCore:
         self._ids = itertools.count()
         # Named, so that no function of the driver refers to this object: the model would wait for the collector.
         self._stepper = stepper = Stepper(model, original_class, config, self.counters)
-        self._driver = Driver(stepper.step, lambda: bool(stepper.live), stepper.give_up, stepper.abandon)
+        self._driver = Driver(stepper.step, lambda: bool(stepper.live), stepper.give_up, stepper.requests.abandon)
 
     def submit_specs(self, specs: Sequence[RequestSpec]) -> list[GenerationHandle]:
         """Queue the rows of one call together and return their handles in order.
@@ -48,24 +48,24 @@ class EngineCore:
         Args:
             logits_for: how many of the last tokens get logits. All requests must have taken their last ones.
         """
-        self._driver.post(lambda: self._stepper.feed(tokens, logits_for))
+        self._driver.post(lambda: self._stepper.requests.feed(tokens, logits_for))
 
     def fork(self, handles: Sequence[GenerationHandle]) -> list[GenerationHandle]:
         """Copies of steered requests that have taken their logits: each shares all its original's blocks."""
         children = [GenerationHandle(next(self._ids), handle.prompt_len, self._cancel_one) for handle in handles]
-        self._driver.post(lambda: self._stepper.fork(handles, children))
+        self._driver.post(lambda: self._stepper.requests.fork(handles, children))
         return children
 
     def rollback(self, handles: Sequence[GenerationHandle], count: int) -> None:
         """Forget the last `count` tokens of steered requests that have taken their logits."""
-        self._driver.post(lambda: self._stepper.rollback(handles, count))
+        self._driver.post(lambda: self._stepper.requests.rollback(handles, count))
 
     def cancel(self, handles: Sequence[GenerationHandle]) -> None:
         """End those that still run; their blocks are free within a step."""
         running = [handle for handle in handles if not handle.done]
         # An iterator may be closed by the garbage collection at the exit of the process, when nothing runs any more.
         if running and not self._driver.ended:
-            self._driver.post(lambda: self._stepper.end(running, "cancelled"))
+            self._driver.post(lambda: self._stepper.requests.end(running, "cancelled"))
 
     def live_model(self) -> PreTrainedModel:
         """The patched model.

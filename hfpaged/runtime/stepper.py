@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -23,7 +23,7 @@ from hfpaged.core.invariants import check as check_books
 from hfpaged.core.plan import Plan
 from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
-from hfpaged.errors import AdapterLostError, CorruptOutputError, EngineReleasedError, FusionsDisabledError
+from hfpaged.errors import CorruptOutputError, EngineReleasedError, FusionsDisabledError
 from hfpaged.quantization.summary import is_quantized
 from hfpaged.runtime.device.launched_step import NOTHING_TO_DRAW, LaunchedStep
 from hfpaged.runtime.device.settlement import settle
@@ -31,6 +31,7 @@ from hfpaged.runtime.draft_model import DraftModel
 from hfpaged.runtime.drawing import Outcome, Taker, draw_tokens, offer_logits, score_prompts, takers_of, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.live_request import LiveRequest
+from hfpaged.runtime.live_requests import LiveRequests
 from hfpaged.runtime.model_watch import ModelWatch
 from hfpaged.runtime.module_state import unpatched_class
 from hfpaged.runtime.request_spec import RequestSpec
@@ -40,8 +41,7 @@ from hfpaged.runtime.stats import EngineCounters
 from hfpaged.runtime.tier_choice import FUSIONS_OFF
 from hfpaged.runtime.workspace import Workspace
 from hfpaged.runtime.workspaces import Workspaces
-from hfpaged.sampling.sampler import Sampler, SampleRow
-from hfpaged.sampling.stop import StopChecker
+from hfpaged.sampling.sampler import Sampler
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Stepper:
         runs_ahead: launch a step before reading the one before, on devices that work behind the host.
 
     Attributes:
-        live: requests that have not ended, by id.
+        requests: those that have not ended.
         workspaces: where they are.
     """
 
@@ -65,7 +65,6 @@ class Stepper:
         counters: EngineCounters,
         runs_ahead: bool = True,
     ):
-        self.live: dict[int, LiveRequest] = {}
         # Named, so that nothing it is given refers to this object: the model would wait for the collector.
         self.workspaces = workspaces = Workspaces(model, original_class, counters)
         self._config = config
@@ -73,15 +72,20 @@ class Stepper:
         self._counters = counters
         self._model_watch = ModelWatch(workspaces, watch_content=config.weights == "watch")
         self._speculation = Speculation()
+        self.requests = LiveRequests(workspaces, self._speculation)
         self._epoch = 0
         self._failed_once: weakref.WeakSet[Workspace] = weakref.WeakSet()
         self._sentinel: Sentinel | None = None
         if is_quantized(model) if config.sentinel is None else config.sentinel:
             self._sentinel = Sentinel(workspaces.new_view, counters)
         self._sampler = Sampler()
-        self._stops = StopChecker()
 
-    # ---- requests in and out ----
+    @property
+    def live(self) -> Mapping[int, LiveRequest]:
+        """Requests that have not ended, by id."""
+        return self.requests.by_id
+
+    # ---- new requests ----
 
     def prepare(self, spec: RequestSpec) -> Workspace:
         """Build the workspace if there is none yet, so that its capacity is known."""
@@ -99,58 +103,13 @@ class Stepper:
             for spec, handle in zip(specs, handles, strict=True):
                 self._add(spec, handle, handles)
         except Exception as error:
-            self.end(handles, "error", error)
-
-    def feed(self, tokens: Iterable[tuple[GenerationHandle, list[int] | None]], logits_for: int) -> None:
-        """Append the next tokens of steered requests; None ends one. Ended requests are ignored."""
-        for handle, new_tokens in tokens:
-            if new_tokens is None:
-                self.end([handle], "stop")
-            elif handle.request_id in self.live:
-                scheduler = self.workspaces.holding(handle.request_id).scheduler
-                scheduler.append_tokens(handle.request_id, new_tokens, logits_for)
-
-    def fork(self, parents: Iterable[GenerationHandle], children: Iterable[GenerationHandle]) -> None:
-        """Add a copy of each parent. One whose parent has ended ends too."""
-        for parent, child in zip(parents, children, strict=True):
-            live = self.live.get(parent.request_id)
-            if live is None:
-                child.finish("cancelled")
-                continue
-            request = live.request.copy(child.request_id)
-            self.workspaces.holding(parent.request_id).scheduler.fork(parent.request_id, request)
-            self.live[request.id] = LiveRequest(live.spec, child, request, SampleRow(request.tokens))
-
-    def rollback(self, handles: Iterable[GenerationHandle], count: int) -> None:
-        """Forget the last tokens of steered requests. Ended ones are ignored."""
-        for handle in handles:
-            if handle.request_id in self.live:
-                self.workspaces.holding(handle.request_id).scheduler.rollback(handle.request_id, count)
-
-    def end(self, handles: Iterable[GenerationHandle], reason: str, error: BaseException | None = None) -> None:
-        """End requests, wherever they are, and free what they hold. Ended ones are ignored."""
-        for handle in handles:
-            live = self.live.pop(handle.request_id, None)
-            self._speculation.forget(handle.request_id)
-            if live is not None:
-                workspace = self.workspaces.holding(handle.request_id)
-                workspace.scheduler.finish(handle.request_id)
-                workspace.runner.forget(handle.request_id)
-                self.workspaces.drop_if_unused(workspace)
-            handle.finish(reason, error)
+            self.requests.end(handles, "error", error)
 
     def give_up(self, error: BaseException) -> None:
         """Nothing foresaw this error, so the books may be wrong: end all requests with it and start anew."""
-        live, self.live = self.live, {}
+        self.requests.lose_all(error)
         self._speculation.release()
-        for request in live.values():
-            request.handle.finish("error", error)
         self.workspaces.drop_all()
-
-    def abandon(self) -> None:
-        """The process is exiting, so no step will come any more."""
-        for request in self.live.values():
-            request.handle.abandon()
 
     # ---- the step ----
 
@@ -168,14 +127,14 @@ class Stepper:
 
     def _step(self, workspace: Workspace) -> bool:
         if workspace.adapters is not None:
-            self._end_without_adapter(workspace)
+            self.requests.end_without_adapter(workspace)
         began = time.perf_counter()
         plan = workspace.scheduler.plan()
         planned = time.perf_counter()
         self._counters.times.schedule += planned - began
         if plan is None:
             return self._settle_oldest(workspace)
-        self._note_started(plan, planned)
+        self.requests.note_started(plan, planned)
         takers = takers_of(plan, self.live)
         try:
             if workspace.adapters is not None:
@@ -207,32 +166,16 @@ class Stepper:
         offer_logits(takers, output)
         for request_id, logprobs in prompt_logprobs.items():
             self.live[request_id].handle.add_prompt_logprobs(logprobs)
-        self._deliver(outcomes)
+        self.requests.deliver(outcomes)
         self._speculation.step_cost.record(plan.num_tokens, ran - planned)
         self._count_step(planned, ran)
         return True
-
-    def _end_without_adapter(self, workspace: Workspace) -> None:
-        """End the requests whose adapter was deleted or merged since they began."""
-        requests = [self.live[request_id] for request_id in workspace.scheduler.requests]
-        lost = {name: workspace.adapters.why_lost(name) for name in {live.spec.adapter for live in requests}}
-        for live in requests:
-            reason = lost[live.spec.adapter]
-            if reason is not None:
-                self.end([live.handle], "error", AdapterLostError(reason))
 
     def _count_step(self, planned: float, ran: float) -> None:
         times = self._counters.times
         times.steps += 1
         times.forward += ran - planned
         times.sample += time.perf_counter() - ran
-
-    def _note_started(self, plan: Plan, now: float) -> None:
-        """Tell the handles of requests that are in a step for the first time."""
-        for entry in plan.entries:
-            if entry.full_table is not None:
-                handle = self.live[entry.id].handle
-                handle.started_at = handle.started_at or now
 
     def _propose_drafts(self) -> None:
         """Let requests that speculate guess ahead, where one token is all they have left to compute."""
@@ -283,36 +226,17 @@ class Stepper:
         except Exception as error:
             # It was committed, so that it cannot be tried again.
             self._counters.failed_steps += 1
-            self.end([live.handle for live in launched.members() if live.request.id in self.live], "error", error)
+            self.requests.end(
+                [live.handle for live in launched.members() if live.request.id in self.live], "error", error
+            )
             return True
         self._counters.ahead.dropped_tokens += settled.dropped
         for live, logits in settled.steered:
             live.handle.offer_logits(logits)
         for live, logprobs in settled.scored:
             live.handle.add_prompt_logprobs(logprobs)
-        self._deliver(settled.outcomes)
+        self.requests.deliver(settled.outcomes)
         return True
-
-    def _deliver(self, outcomes: list[Outcome]) -> None:
-        """Hand tokens to their callers, and end the requests that have ended."""
-        try:
-            ended = self._stops.finished([(one.live.request.tokens, one.live.spec.stop) for one in outcomes])
-        except Exception as error:
-            self.end([outcome.live.handle for outcome in outcomes], "error", error)
-            return
-        for outcome, has_ended in zip(outcomes, ended, strict=True):
-            live = outcome.live
-            if outcome.error is not None:
-                self.end([live.handle], "error", outcome.error)
-                continue
-            if live.wants_logits:
-                scores = outcome.scores if live.spec.keep_scores else ()
-                logits = outcome.logits if live.spec.keep_logits else ()
-                live.handle.push(outcome.tokens, outcome.logprobs, scores, logits)
-            else:
-                live.handle.push(outcome.tokens)
-            if has_ended:
-                self.end([live.handle], "length" if len(live.request.tokens) >= live.spec.max_tokens else "stop")
 
     def _on_failed_step(self, workspace: Workspace, plan: Plan, error: Exception) -> None:
         workspace.scheduler.abort(plan)
@@ -326,7 +250,7 @@ class Stepper:
             return
         self._failed_once.discard(workspace)
         failed = {entry.id for entry in plan.entries} | {request_id for _, request_id in plan.sampled_rows()}
-        self.end([self.live[request_id].handle for request_id in failed], "error", error)
+        self.requests.end([self.live[request_id].handle for request_id in failed], "error", error)
 
     def _on_corrupt_fusions(self, workspace: Workspace, plan: Plan | None) -> None:
         """Fused code is not used for this model any more, and whatever it computed is computed again.
@@ -349,7 +273,7 @@ class Stepper:
     def _restart(self, workspace: Workspace, live: LiveRequest) -> None:
         if live.spec.steered:
             # Whoever steers it has gone on from wrong logits.
-            self.end([live.handle], "error", FusionsDisabledError())
+            self.requests.end([live.handle], "error", FusionsDisabledError())
             return
         workspace.scheduler.finish(live.handle.request_id)
         workspace.runner.forget(live.handle.request_id)
@@ -381,7 +305,7 @@ class Stepper:
 
     def release(self) -> None:
         """End what runs and free the pool."""
-        self.end([live.handle for live in self.live.values()], "error", EngineReleasedError("the engine was released"))
+        self.requests.end_all(EngineReleasedError("the engine was released"))
         self._speculation.release()
         self.workspaces.drop_all()
 
@@ -407,8 +331,7 @@ class Stepper:
         root = root_key(self._epoch, spec.cache_salt, spec.adapter) if is_cached else None
         live = LiveRequest.of(spec, handle, root)
         parent = None if spec.fork_of is None else siblings[spec.fork_of].request_id
-        self.workspaces.current.scheduler.add(live.request, fork_of=parent)
-        self.live[live.request.id] = live
+        self.requests.add(live, parent)
         self._speculation.add(live.request, spec, self._draft_model)
 
     def _draft_model(self, model: PreTrainedModel) -> DraftModel:
