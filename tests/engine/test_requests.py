@@ -172,7 +172,7 @@ def neighbour_texts():
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute", "auto"])
-@pytest.mark.parametrize("num_blocks", [8, 13, 24])
+@pytest.mark.parametrize("num_blocks", [8, 13, 18])
 def test_random_use_keeps_the_books_and_the_texts(patched, neighbour_texts, num_blocks, preemption):
     model, engine = patched(num_blocks=num_blocks, max_batch_tokens=21, max_requests=12, preemption=preemption)
     choose = random.Random(num_blocks)
