@@ -37,21 +37,6 @@ class CacheSlots {
     }
   }
 
-  // Fetches the cache lines that store() will write: each number of a key, or pair of them, is in a line of its own,
-  // for which the stores would wait one after the other.
-  void fetch(int64_t token) const {
-    constexpr int kLine = 64 / sizeof(Bits);
-    if (token > 0 && step_.batch.slots[token] / kTileTokens == step_.batch.slots[token - 1] / kTileTokens) return;
-    Place place = place_of(token);
-    int row_elements = shape_.value_dim * (sizeof(Bits) == 2 ? 2 : 1);
-    int64_t value = place.row * shape_.value_dim / row_elements * row_elements;
-    for (int head = 0; head < shape_.kv_heads; head++) {
-      int64_t tile = place.tile + head * head_stride();
-      for (int i = 0; i < shape_.key_dim * kTileTokens; i += kLine) __builtin_prefetch(key_cache() + tile + i, 1, 3);
-      for (int i = 0; i < row_elements; i += kLine) __builtin_prefetch(value_cache() + tile + value + i, 1, 3);
-    }
-  }
-
  private:
   using Bits = typename BitsOf<T>::type;
 

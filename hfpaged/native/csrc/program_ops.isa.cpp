@@ -121,17 +121,15 @@ void normalize_heads(const TokenHeads<T>& heads, const NormWeights& weights) {
   }
 }
 
-// Tokens [begin, end). The cache lines of those up to own_end, which are this thread's next, are fetched ahead.
+// Tokens [begin, end).
 template <class T>
-void rotate_and_store(const Run& run, const RotateAndStoreOp& op, int64_t begin, int64_t end, int64_t own_end) {
-  constexpr int64_t kAhead = 2;
+void rotate_and_store(const Run& run, const RotateAndStoreOp& op, int64_t begin, int64_t end) {
   const AttentionShape& shape = op.shape;
   const Step& step = *run.step;
   CacheSlots<T> slots(step, shape);
   for (int64_t token = begin; token < end; token++) {
     T* queries = row_of<T>(run.buffers[op.qkv], token);
     T *keys = queries + shape.heads * shape.key_dim, *values = keys + shape.kv_heads * shape.key_dim;
-    if (step.batch.slots && token + kAhead < own_end) slots.fetch(token + kAhead);
     normalize_heads<T>({queries, shape.heads, shape.key_dim}, op.query_norm);
     normalize_heads<T>({keys, shape.kv_heads, shape.key_dim}, op.key_norm);
     if (op.style != RotaryStyle::kNone) {
@@ -140,14 +138,6 @@ void rotate_and_store(const Run& run, const RotateAndStoreOp& op, int64_t begin,
     }
     if (step.batch.slots) slots.store(token, keys, values);
   }
-}
-
-template <class T>
-void rotate_and_store(const Run& run, int32_t index, Share share) {
-  int64_t own_end = share.end(run.step->tokens);
-  work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
-    rotate_and_store<T>(run, run.ops[index].rotate, begin, end, end <= own_end ? own_end : end);
-  });
 }
 
 void attend(const Run& run, int32_t index, Share share) {
@@ -275,7 +265,10 @@ void run_op(const Run& run, int32_t index, Share share) {
     case OpKind::kEmbed: return embed<T>(run, op.embed, share);
     case OpKind::kNorm: return norm<T>(run, op.norm, share);
     case OpKind::kProduct: return product<T>(run, index, share);
-    case OpKind::kRotateAndStore: return rotate_and_store<T>(run, index, share);
+    case OpKind::kRotateAndStore:
+      return work_through(run.units_of(index, share), share, [&](int64_t begin, int64_t end) {
+        rotate_and_store<T>(run, op.rotate, begin, end);
+      });
     case OpKind::kAttention: return attend(run, index, share);
     case OpKind::kHead: return head<T>(run, index, share);
     case OpKind::kRoute: return route<T>(run, op.route, share);
