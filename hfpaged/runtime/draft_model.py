@@ -7,7 +7,6 @@ the closer the two models, the more often they draw alike.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +19,6 @@ from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopRule
 from hfpaged.speculation.draft_length import FIRST_RATE, Acceptance, DraftLength
-from hfpaged.speculation.step_cost import StepCost
 
 if TYPE_CHECKING:
     # Which itself speaks to draft models.
@@ -34,6 +32,7 @@ class DraftSteps(Protocol):
 
     def admit(self, specs: Sequence[RequestSpec], handles: Sequence[GenerationHandle]) -> None: ...
     def step(self) -> bool: ...
+    def step_seconds(self, tokens: int) -> float | None: ...
     def release(self) -> None: ...
 
 
@@ -79,8 +78,6 @@ class DraftModel:
         self._on_failure = on_failure
         self._sampler = Sampler()
         self._texts: dict[int, DraftedText] = {}
-        # Of one more guess for each of so many texts: scheduling and drawing cost as much as a small model's forward.
-        self._round_cost = StepCost()
         # Hopeful, so that the first texts show how good it is even where only a very good one pays.
         self._acceptance = Acceptance(rate=0.95, memory=0.98)
 
@@ -115,7 +112,7 @@ class DraftModel:
             The guesses by request id; requests whose texts the draft model has still to read get none.
         """
         texts = [self._texts[request_id] for request_id in limits if request_id in self._texts]
-        seconds = self._round_cost.seconds(len(texts))
+        seconds = self._steps.step_seconds(len(texts))
         if seconds is not None and target_seconds is not None:
             # A guess is paid for twice: here with its share of a step as well.
             costs = [cost + guesses * seconds / target_seconds for guesses, cost in enumerate(costs)]
@@ -124,15 +121,11 @@ class DraftModel:
             wanted = text.length.next(costs, may_retry=bool(text.fed))
             text.guesses, text.wanted = [], min(wanted, limits[text.request.id])
         texts = [text for text in texts if text.wanted]
-        reads_prompts = not all(text.fed for text in texts)
         for text in texts:
             self._catch_up(text)
         for _ in range(max((text.wanted for text in texts), default=0)):
-            began = time.perf_counter()
             if not self._steps.step() or not self._guess(texts):
                 break
-            if not reads_prompts:
-                self._round_cost.record(len(texts), time.perf_counter() - began)
         self._drop_failed(texts)
         return {text.request.id: text.guesses for text in texts if text.guesses}
 

@@ -121,6 +121,10 @@ class Stepper:
         self._propose_drafts()
         return any(self._step(workspace) for workspace in self.workspaces.in_turn())
 
+    def step_seconds(self, tokens: int) -> float | None:
+        """About how long a step of so many tokens takes; None if that is not known."""
+        return self._speculation.step_cost.seconds(tokens)
+
     def _step(self, workspace: Workspace) -> bool:
         if workspace.adapters is not None:
             self.requests.end_without_adapter(workspace)
