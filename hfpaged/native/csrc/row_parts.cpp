@@ -4,6 +4,8 @@
 #include <cmath>
 #include <numeric>
 
+#include "strips.h"
+
 namespace hfp {
 namespace {
 
@@ -40,7 +42,10 @@ struct RowCost {
   }
 
   static double multiply_adds(const PackedWeight& weight, int64_t element_bytes) {
-    return double(weight.columns) * weight.depth * double(4 / element_bytes);
+    const StripWeight* strips = weight.strips;
+    int64_t depth = strips ? int64_t(strips->groups) * strips->group_words * kWordCodes
+                           : weight.depth * (4 / element_bytes);
+    return double(weight.columns) * double(depth);
   }
 
   void add(const AttentionOp& op, int64_t element_bytes) {
