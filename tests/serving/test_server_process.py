@@ -126,14 +126,21 @@ def test_a_killed_engine_is_said_at_once_and_replaced(serve) -> None:
         assert len(answers) == 30
         assert {status for status, _ in answers} == {200, 503}
         assert all(body["error"]["code"] == "engine_dead" for _, body in answers)
-        assert not first.is_running()
+        assert has_ended(first)
         assert eventually(lambda: server.status() == "ready", 90)
         with server.http() as http:
             assert http.post("/v1/completions", json=SHORT).status_code == 200
         second = server.engine()
         server.popen.send_signal(signal.SIGTERM)
         assert server.popen.wait(20) == 0
-        assert not second.is_running() and list(server.temporary.iterdir()) == []
+        assert has_ended(second) and list(server.temporary.iterdir()) == []
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Whether it does nothing any more. Its entry may stay until whoever inherits it asks for its exit code."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    return True
 
 
 def metrics(server: ServeProcess) -> str:
@@ -170,8 +177,8 @@ def test_a_server_killed_with_its_requests_leaves_nothing(serve) -> None:
         assert eventually(lambda: "hfpaged_running 1.0" in metrics(server))
         server.popen.kill()
         server.popen.wait()
-        assert eventually(lambda: not engine.is_running(), 2)
-        assert eventually(lambda: not any(child.is_running() for child in children))
+        assert eventually(lambda: has_ended(engine), 2)
+        assert eventually(lambda: all(map(has_ended, children)))
         assert list(server.temporary.iterdir()) == []
 
 
