@@ -11,6 +11,7 @@
 #include <new>
 
 #include "nucleus_passes.h"
+#include "score_threads.h"
 
 namespace hfp {
 namespace {
@@ -25,7 +26,6 @@ constexpr int64_t kMostDoubtful = 8;
 // So many tokens are copied to be looked at by themselves, and so many of these are sorted.
 constexpr int64_t kFew = 4096, kSorted = 64;
 constexpr int kMostPasses = 16;
-constexpr int64_t kScoresPerThread = 1 << 17;  // less is not worth waking a thread for
 
 // Tokens of neighbouring rank, all that are left to look at.
 struct Part {
@@ -159,7 +159,7 @@ int for_each_row(const HfpNucleusRow* rows, int32_t num_rows, int arrays, int mo
     longest = std::max(longest, rows[i].count);
     scores += rows[i].count;
   }
-  [[maybe_unused]] int threads = int(std::clamp<int64_t>(scores / kScoresPerThread, 1, std::max(most_threads, 1)));
+  [[maybe_unused]] int threads = threads_for_scores(scores, most_threads);
   bool has_memory = true;
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(&& : has_memory)
   {

@@ -58,6 +58,16 @@ struct PairStep<bf16, ScaleKind::kFp32> : DotStep {
   }
 };
 
+// The steps of weights that have their scales in them, and their lookups.
+template <const Table32& kCodes>
+struct ScaledStep : DotStep {
+  struct Table {
+    __m512i values = loaded(kCodes);
+    explicit Table(CodeKind) {}
+  };
+  static constexpr bool kScalesSums = false;
+};
+
 constexpr int kTop = 252 << 7;  // the highest that leaves room for e and the last term below the sign
 
 // `last_term`: the bits that it may have.
@@ -119,16 +129,11 @@ constexpr Table32 last_term_table() {
 constexpr Table32 kE4m3Codes = e2m1_table(0x7c), kSubnormals = subnormal_table(), kLastTerms = last_term_table();
 
 template <>
-struct PairStep<bf16, ScaleKind::kE4m3> : DotStep {
+struct PairStep<bf16, ScaleKind::kE4m3> : ScaledStep<kE4m3Codes> {
   struct Scale {
     __m512i less;       // kTop - bits(scale / 2)
     __m512i last_term;  // a mask for lookups
   };
-  struct Table {
-    __m512i values = loaded(kE4m3Codes);
-    explicit Table(CodeKind) {}
-  };
-  static constexpr bool kScalesSums = false;
   static Scale load_scale(const uint8_t* scales) {
     __m512i bytes = spread_bytes(scales);
     __mmask32 is_subnormal = _mm512_testn_epi16_mask(bytes, _mm512_set1_epi16(0x78));
@@ -149,13 +154,8 @@ struct PairStep<bf16, ScaleKind::kE4m3> : DotStep {
 constexpr Table32 kE8m0Codes = e2m1_table(64);
 
 template <>
-struct PairStep<bf16, ScaleKind::kE8m0> : DotStep {
+struct PairStep<bf16, ScaleKind::kE8m0> : ScaledStep<kE8m0Codes> {
   using Scale = __m512i;  // kTop - bits(scale / 2)
-  struct Table {
-    __m512i values = loaded(kE8m0Codes);
-    explicit Table(CodeKind) {}
-  };
-  static constexpr bool kScalesSums = false;
   static Scale load_scale(const uint8_t* scales) {
     __m512i bytes = spread_bytes(scales);
     __m512i less = _mm512_subs_epu16(_mm512_set1_epi16(kTop + (1 << 7)), _mm512_slli_epi16(bytes, 7));
