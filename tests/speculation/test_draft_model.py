@@ -14,17 +14,12 @@ from families import build_tiny
 
 import hfpaged
 from hfpaged.errors import UnsupportedOptionError
-from hfpaged.speculation.step_cost import StepCost
+
+pytestmark = pytest.mark.usefixtures("costs_stay_unknown")
 
 PROMPTS = random_prompts((3, 10, 17, 33, 40), common_prefix=8)
 GREEDY = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": 24}
 SAMPLE = {**GREEDY, "do_sample": True, "temperature": 0.9, "top_k": 20, "top_p": 0.95}
-
-
-@pytest.fixture(autouse=True)
-def costs_stay_unknown(monkeypatch):
-    """A tiny draft model costs as much as its target, and how far ahead it guesses would depend on the machine."""
-    monkeypatch.setattr(StepCost, "record", lambda *_: None)
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,8 @@ import hfpaged
 from hfpaged.speculation.draft_length import RETRY_AFTER
 from hfpaged.speculation.prompt_lookup import PromptLookup
 
+pytestmark = pytest.mark.usefixtures("costs_stay_unknown")
+
 # Of steps with 0 to 10 guesses.
 CHEAP = [1 + 0.1 * guesses for guesses in range(11)]
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14] * 2, [20, 21, 22], [30 + i for i in range(25)]]
