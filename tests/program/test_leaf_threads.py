@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from batches import random_prompts
 from families import build_tiny
+from oracle import assert_stock_text
 from program.leafing import forward_of, gate, kernels, random_module, random_rows
 from torch import nn
 
@@ -50,3 +52,15 @@ def test_the_policy_hears_of_every_step():
     tier._threads = policy = RecordingPolicy()
     engine.submit([5, 6, 7], max_new_tokens=4, eos_token_id=-1).result()
     assert len(policy.recorded) == 4 and all(had_cpu > 0 for had_cpu in policy.recorded)
+
+
+@pytest.mark.parametrize("dense", [0, 2])
+def test_layers_that_are_cut_elsewhere_have_plans_of_their_own(dense):
+    # The dense layer is one call, the others' attention is one each: products are another part of its rows' costs.
+    model = build_tiny("qwen3_moe", mlp_only_layers=[dense]).patch(tier="leaves")
+    engine = hfpaged.engine(model)
+    engine.submit([5, 6, 7], max_new_tokens=1).result()
+    tier = engine._stepper.workspaces.current.tier
+    assert tier._leaves.native["layer"] == 1 and tier._leaves.native["attention"] == 3
+    tier._threads = ThreadPolicy(2, min_thread_seconds=0)
+    assert_stock_text(model, random_prompts((250, 100)))

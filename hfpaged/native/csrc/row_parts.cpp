@@ -161,7 +161,7 @@ HfpProgramStatus RowParts::cut(const Code& code, const std::vector<Buffer>& buff
     while (part.earlier < i && first > part.first_request_token &&
            parts_[i - 1 - part.earlier].end_token() > part.first_request_token)
       part.earlier++;
-    HfpProgramStatus status = part.memory.prepare(code, part.buffers.data(), part.step);
+    HfpProgramStatus status = part.memory.prepare(code, part.buffers.data(), part.step, first);
     if (status != HFP_PROGRAM_OK) return status;
     first = end;
   }

@@ -45,13 +45,13 @@ bool RunMemory::SharedPlan::serves(const AttentionOp& op) const {
          shape.value_dim == op.shape.value_dim && window == op.window;
 }
 
-HfpProgramStatus RunMemory::prepare(const Code& code, const Buffer* buffers, const Step& step) {
+HfpProgramStatus RunMemory::prepare(const Code& code, const Buffer* buffers, const Step& step, int64_t first_token) {
   reserve_routing(std::max(step.tokens, step.samples) * code.chosen_experts);
   grow(best_logit_, step.threads * step.samples);
   grow(best_index_, step.threads * step.samples);
   reserve_screen(code, step);
   grow(units_, code.ops.size() * step.threads);
-  return plan_attention(code, buffers, step);
+  return plan_attention(code, buffers, step, first_token);
 }
 
 Run RunMemory::run(const Code& code, const Buffer* buffers, const Step& step, Barrier* barrier) {
@@ -108,9 +108,11 @@ RunMemory::SharedPlan& RunMemory::plan_for(const AttentionOp& op) {
 }
 
 // Once for all layers of a kind.
-HfpProgramStatus RunMemory::plan_attention(const Code& code, const Buffer* buffers, const Step& step) {
+HfpProgramStatus RunMemory::plan_attention(const Code& code, const Buffer* buffers, const Step& step,
+                                           int64_t first_token) {
+  Rows rows = {step.batch_number, first_token, step.tokens};
   attention_.resize(code.ops.size());
-  for (SharedPlan& shared : plans_) shared.is_built = step.batch_number && shared.batch_number == step.batch_number;
+  for (SharedPlan& shared : plans_) shared.is_built = step.batch_number && shared.rows == rows;
   for (int32_t i = step.first_op; i < step.end_op; i++) {
     if (code.ops[i].kind != OpKind::kAttention) continue;
     const AttentionOp& op = code.ops[i].attention;
@@ -120,10 +122,10 @@ HfpProgramStatus RunMemory::plan_attention(const Code& code, const Buffer* buffe
     work.args.cache = &work.cache;
     SharedPlan& shared = plan_for(op);
     if (!shared.is_built) {
-      shared.batch_number = 0;
+      shared.rows = {};
       if (check_attention(&work.args) != HFP_OK) return HFP_PROGRAM_BAD_BATCH;
       shared.plan->build(work.args, step.threads);
-      shared.batch_number = step.batch_number;
+      shared.rows = rows;
       shared.is_built = true;
     }
     work.plan = shared.plan->items();

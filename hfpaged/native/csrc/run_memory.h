@@ -22,9 +22,9 @@ struct Code {
 
 class RunMemory {
  public:
-  // Makes room for a step over `buffers`, and cuts its attention into items. On anything but OK it can't be run.
-  // Throws std::bad_alloc.
-  HfpProgramStatus prepare(const Code& code, const Buffer* buffers, const Step& step);
+  // Makes room for a step over `buffers`, and cuts its attention into items. On anything but OK it can't be run. Of a part
+  // of a step, `first_token` says where in there it begins. Throws std::bad_alloc.
+  HfpProgramStatus prepare(const Code& code, const Buffer* buffers, const Step& step, int64_t first_token = 0);
 
   // The step that was prepared, for threads that meet at `barrier`, or for one thread and null. Code, buffers and step
   // have to be the same still.
@@ -34,13 +34,22 @@ class RunMemory {
   void write_argmax(const Step& step, int threads) const;
 
  private:
-  // A plan and what it depends on besides the batch.
+  // Tokens of a step. Parts of steps with the same number, run for other operations, may be others.
+  struct Rows {
+    int64_t batch_number, first_token, tokens;
+
+    bool operator==(const Rows& other) const {
+      return batch_number == other.batch_number && first_token == other.first_token && tokens == other.tokens;
+    }
+  };
+
+  // A plan and what it depends on.
   struct SharedPlan {
     AttentionShape shape;
     int32_t window;
     std::unique_ptr<AttentionPlan> plan;
-    int64_t batch_number = 0;  // of the step that it was last built for
-    bool is_built = false;     // for the present step
+    Rows rows = {};         // that it was last built for
+    bool is_built = false;  // for the present step
 
     bool serves(const AttentionOp& op) const;
   };
@@ -48,7 +57,7 @@ class RunMemory {
   SharedPlan& plan_for(const AttentionOp& op);
   void reserve_routing(int64_t pairs);
   void reserve_screen(const Code& code, const Step& step);
-  HfpProgramStatus plan_attention(const Code& code, const Buffer* buffers, const Step& step);
+  HfpProgramStatus plan_attention(const Code& code, const Buffer* buffers, const Step& step, int64_t first_token);
 
   std::vector<AttentionWork> attention_;
   std::vector<UnitRange> units_;
