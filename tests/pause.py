@@ -7,6 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from internals import workspace_of
+
 import hfpaged
 
 
@@ -17,7 +19,7 @@ def paused_at_step(model: Any, number: int) -> Iterator[threading.Event]:
     Yields:
         What is set when it has stopped.
     """
-    runner = hfpaged.engine(model)._stepper.workspaces.current.runner
+    runner = workspace_of(hfpaged.engine(model)).runner
     reached, go_on = threading.Event(), threading.Event()
     run, steps = runner.run, iter(range(1, 1 << 30))
 

@@ -36,14 +36,15 @@ class StepProgram:
 
     Attributes:
         description: what was recognized.
+        threads: picks the number of threads of each step; may be replaced by another policy between two steps.
     """
 
     def __init__(self, native: NativeProgram, assembler: Assembler, layout: ProgramLayout, threads: ThreadPolicy):
         self.description = assembler.model
+        self.threads = threads
         self._native = native
         self._layout = layout
         self._gate = assembler.gate
-        self._threads = threads
         # Sums over all matrices, which every step asks for.
         self._num_bytes, self._num_weights = native.packed_bytes, native.num_elements
         self._num_sampled_weights = assembler.model.sampled_weights
@@ -113,7 +114,7 @@ class StepProgram:
             self._gate.admit_all(self.description)
         except FusionRefused as refused:
             raise NotRecognized(str(refused)) from refused
-        self._native.refresh(None if modules is None else set(modules), self._threads.limit)
+        self._native.refresh(None if modules is None else set(modules), self.threads.limit)
 
     def run(
         self,
@@ -170,8 +171,8 @@ class StepProgram:
         layout = self._layout
         ops = OpRange(0, layout.end if step.samples else layout.end_without_samples)
         estimate = single_thread_seconds(self._num_bytes, self.multiply_adds(step.tokens, step.samples))
-        step.threads, step.by_rows = self._threads.choose(estimate), self._threads.can_split_rows(estimate)
+        step.threads, step.by_rows = self.threads.choose(estimate), self.threads.can_split_rows(estimate)
         start = time.perf_counter()
         self._native.run(step, ops)
         seconds = time.perf_counter() - start
-        self._threads.record(estimate, seconds, step.cpu_seconds / (seconds * step.threads))
+        self.threads.record(estimate, seconds, step.cpu_seconds / (seconds * step.threads))

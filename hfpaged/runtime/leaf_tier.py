@@ -26,6 +26,9 @@ class LeafTier(Tier):
         num_threads: most threads of a step. Small steps use fewer, and so does a machine whose cores are busy.
         fusions: admits what becomes native.
 
+    Attributes:
+        threads: picks the number of threads of each step; may be replaced by another policy between two steps.
+
     Raises:
         NotRecognized: no module of the view can run natively.
     """
@@ -40,11 +43,11 @@ class LeafTier(Tier):
         num_threads: int,
         fusions: FusionRegistry,
     ):
+        self.threads = ThreadPolicy(num_threads)
         self._view = view
         self._fusions = fusions
         self._modules = ModuleTier(view, backend, state)
         self._leaves: Leaves | None = Leaves(view, fusions)
-        self._threads = ThreadPolicy(num_threads)
         self._num_bytes = sum(parameter.nbytes for parameter in view.model.parameters())
         self._num_weights = sum(parameter.numel() for parameter in view.model.parameters())
         self._keeps_rows = view.model._supports_logits_to_keep()
@@ -56,14 +59,14 @@ class LeafTier(Tier):
         if head is not None:
             head.ask_argmax(len(batch.logit_rows))
         estimate = self._seconds(len(batch.token_ids))
-        threads, start, argmax = self._threads.choose(estimate), time.perf_counter(), None
+        threads, start, argmax = self.threads.choose(estimate), time.perf_counter(), None
         try:
-            with self._leaves.kernels.stepping(batch, threads, self._threads.can_split_rows(estimate)):
+            with self._leaves.kernels.stepping(batch, threads, self.threads.can_split_rows(estimate)):
                 output = self._modules.run(batch, want_logits)
         finally:
             if head is not None:
                 argmax = head.take_argmax()
-        self._threads.record(estimate, time.perf_counter() - start, self._leaves.kernels.usage.had_cpu)
+        self.threads.record(estimate, time.perf_counter() - start, self._leaves.kernels.usage.had_cpu)
         return output if argmax is None else StepOutput(None, argmax)
 
     def refusals(self) -> dict[str, int]:

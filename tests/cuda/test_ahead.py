@@ -11,6 +11,7 @@ from batches import alone, left_padded, new_tokens, random_prompts
 from engine.hooks import WAIT_SECONDS, at_rest, paused, used_blocks
 from families import build_tiny
 from generation.conftest import tokenizer
+from internals import workspace_of
 from transformers import StoppingCriteria
 
 import hfpaged
@@ -59,7 +60,7 @@ def test_steps_are_launched_ahead(model, texts):
 def test_a_launch_comes_before_the_tokens_of_the_step_before_are_read(model, texts):
     """The order of things, step by step."""
     batch(model)
-    workspace = hfpaged.engine(model)._stepper.workspaces.current
+    workspace = workspace_of(hfpaged.engine(model))
     events = []
     run, launch = workspace.runner.run, workspace.launcher.launch
 
@@ -247,7 +248,7 @@ def test_cancelling_with_a_step_in_flight_frees_everything(model):
 def test_a_step_whose_tokens_cannot_be_read_fails_its_requests_and_the_engine_lives_on(model, texts):
     engine = hfpaged.engine(model)
     engine.submit(PROMPTS[3], max_new_tokens=1, **GREEDY).result(WAIT_SECONDS)
-    workspace = engine._stepper.workspaces.current
+    workspace = workspace_of(engine)
     launch, count = workspace.launcher.launch, iter(range(100))
 
     def failing(*args):
@@ -273,7 +274,7 @@ def test_a_step_whose_tokens_cannot_be_read_fails_its_requests_and_the_engine_li
 def test_a_row_that_cannot_be_drawn_on_the_device_fails_alone(model, texts):
     engine = hfpaged.engine(model)
     engine.submit(PROMPTS[3], max_new_tokens=1, **GREEDY).result(WAIT_SECONDS)
-    tier = engine._stepper.workspaces.current.tier
+    tier = workspace_of(engine).tier
     forward = tier._packed
 
     def poisoned(token_ids, positions, rows):

@@ -10,6 +10,7 @@ import torch
 from batches import alone, left_padded, random_prompts
 from engine.hooks import WAIT_SECONDS, paused
 from families import build_tiny
+from internals import workspace_of
 from standin.contract import Misuse
 from transformers import LlamaModel
 
@@ -37,7 +38,7 @@ def patched(cuda):
 
 
 def captured(engine):
-    return engine._stepper.workspaces.current.tier.captured
+    return workspace_of(engine).tier.captured
 
 
 def together(engine, prompts, new=NEW, **options):
@@ -296,7 +297,7 @@ def test_every_replay_comes_after_a_plan_for_it(patched, monkeypatch):
     prompts = random_prompts((20, 5))
     _, engine = patched()
     together(engine, prompts)
-    backend = engine._stepper.workspaces.current.backend
+    backend = workspace_of(engine).backend
     begin = backend.begin_ahead
     monkeypatch.setattr(
         backend, "begin_ahead", lambda batch, slots, size=None: None if size else begin(batch, slots, size)
@@ -311,7 +312,7 @@ def test_padding_never_writes_into_the_pool(patched):
     """The padding rows' slot is in a block behind the pool."""
     _, engine = patched(num_blocks=16)
     together(engine, random_prompts((4, 5, 6)))
-    workspace = engine._stepper.workspaces.current
+    workspace = workspace_of(engine)
     assert workspace.cache.layers[0].key.shape[0] == 17
     written = [not layer.key[16].isnan().all() for layer in workspace.cache.layers]
     assert all(written)

@@ -7,6 +7,7 @@ import torch
 from batches import random_prompts
 from families import build_tiny
 from generation.test_parity import Case, counters
+from internals import workspace_of
 from transformers.models.deepseek_v3 import modeling_deepseek_v3
 
 import hfpaged
@@ -33,7 +34,7 @@ def model():
 
 
 def cache_shapes(model):
-    layers = hfpaged.engine(model)._stepper.workspaces.current.cache.layers
+    layers = workspace_of(hfpaged.engine(model)).cache.layers
     return {(tuple(layer.key.shape[2:]), tuple(layer.value.shape[2:])) for layer in layers}
 
 

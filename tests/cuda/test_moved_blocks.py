@@ -6,6 +6,7 @@ import pytest
 import torch
 from batches import left_padded, random_prompts
 from families import build_tiny
+from internals import workspace_of
 from standin.fake_accelerator import POISON, DeviceError, no_waiting_operations
 
 import hfpaged
@@ -63,7 +64,7 @@ def test_steps_that_swap_and_fork_wait_for_nothing(cuda, options):
     with hfpaged.patched(model, num_blocks=7, preemption="swap"):
         engine = hfpaged.engine(model)
         engine.submit([5], max_new_tokens=1).result(30)
-        runner = engine._stepper.workspaces.current.runner
+        runner = workspace_of(engine).runner
         run = runner.run
 
         def strictly(*args):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from batches import left_padded, new_tokens, random_prompts
 from families import build_tiny
+from internals import workspace_of
 from standin.fake_accelerator import DeviceError, no_waiting_operations
 
 import hfpaged
@@ -102,7 +103,7 @@ def test_launching_runs_no_operation_that_waits(cuda, options):
     call = {**left_padded(prompts), "max_new_tokens": 8, "eos_token_id": -1, "pad_token_id": 0, **options}
     with hfpaged.patched(model):
         want = new_tokens(model.generate(**call, hfpaged={"seed": 3}), prompts)
-        workspace = hfpaged.engine(model)._stepper.workspaces.current
+        workspace = workspace_of(hfpaged.engine(model))
         run, launch = workspace.runner.run, workspace.launcher.launch
         launches = []
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from internals import workspace_of
+
 from hfpaged.generation.engine import Engine
 
 WAIT_SECONDS = 30
@@ -43,7 +45,7 @@ def after_each_step(engine: Engine, look: Callable[[], Any]) -> Iterator[list]:
 @contextlib.contextmanager
 def runs(engine: Engine, replacement: Callable[..., Any]) -> Iterator[None]:
     """Have `replacement(run, plan, ...)` run the plans instead of the runner's own `run`."""
-    runner = engine._stepper.workspaces.current.runner
+    runner = workspace_of(engine).runner
     run = runner.run
     runner.run = lambda *args: replacement(run, *args)
     try:

@@ -12,6 +12,7 @@ import pytest
 from batches import alone, left_padded, random_prompts
 from engine.hooks import WAIT_SECONDS, paused, runs, used_blocks, with_import_paths
 from families import build_tiny
+from internals import workspace_of
 
 import hfpaged
 from hfpaged.errors import EngineDeadError
@@ -114,7 +115,7 @@ def test_a_streamer_waits_for_no_token_that_cannot_come(warm):
 def test_an_unexpected_error_in_the_books_ends_everybody_and_the_engine_lives_on(warm):
     """That is a bug of ours, but no reason to leave callers waiting for ever."""
     model, engine, want = warm()
-    scheduler = engine._stepper.workspaces.current.scheduler
+    scheduler = workspace_of(engine).scheduler
     scheduler.plan = lambda: {}["lost"]
     with paused(engine):
         handles = [engine.submit(prompt, **GREEDY) for prompt in PROMPTS]

@@ -10,6 +10,7 @@ import textwrap
 import pytest
 from batches import left_padded, random_prompts
 from engine.hooks import WAIT_SECONDS, after_each_step, paused, used_blocks, with_import_paths
+from internals import workspace_of
 
 BLOCK = 16
 GREEDY = {"do_sample": False, "eos_token_id": -1}
@@ -24,7 +25,7 @@ def test_a_request_wastes_less_than_a_block(patched):
     prompts = random_prompts((1, 15, 16, 17, 40))
 
     def held():
-        requests = engine._stepper.workspaces.current.scheduler.requests.values()
+        requests = workspace_of(engine).scheduler.requests.values()
         return used_blocks(engine), [request.computed for request in requests]
 
     with after_each_step(engine, held) as steps:
@@ -92,11 +93,11 @@ def test_memory_of_earlier_calls_is_used_again(patched):
     for seed in range(6):
         prompts = random_prompts((20, 50), seed=seed)
         with after_each_step(
-            engine, lambda: [list(r.blocks) for r in engine._stepper.workspaces.current.scheduler.requests.values()]
+            engine, lambda: [list(r.blocks) for r in workspace_of(engine).scheduler.requests.values()]
         ) as tables:
             model.generate(**left_padded(prompts), max_new_tokens=5, **GREEDY)
-        assert scheduler in (None, engine._stepper.workspaces.current.scheduler)
-        scheduler = engine._stepper.workspaces.current.scheduler
+        assert scheduler in (None, workspace_of(engine).scheduler)
+        scheduler = workspace_of(engine).scheduler
         touched |= {block for step in tables for table in step for block in table}
     assert len(touched) <= blocks_for(25) + blocks_for(55)
 

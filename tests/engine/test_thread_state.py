@@ -12,6 +12,7 @@ import torch
 from batches import alone, left_padded
 from engine.three_prompts import GREEDY, PROMPTS, autocast, texts
 from families import build_tiny
+from internals import workspace_of
 
 import hfpaged
 
@@ -65,7 +66,7 @@ def test_inference_mode_leaves_nothing_behind(patched, tier):
         engine.check()
         assert not [tensor for tensor in reachable_tensors(model) if tensor.is_inference()]
         handle.cancel()
-    assert len(reachable_tensors(model, engine._stepper.workspaces.current)) > 40
+    assert len(reachable_tensors(model, workspace_of(engine))) > 40
     assert not [tensor for tensor in reachable_tensors(model, engine, vars(engine)) if tensor.is_inference()]
 
 

@@ -28,6 +28,7 @@ import torch
 import transformers
 from gpu.draws import measure_draws
 from gpu.shapes import bytes_of_weights, random_model
+from internals import workspace_of
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 
 import hfpaged
@@ -139,11 +140,11 @@ def measure_launches(model: PreTrainedModel, is_captured: bool, steps: int) -> d
         engine = hfpaged.engine(model)
         options = {"do_sample": False, "eos_token_id": NEVER_ENDS}
         engine.submit([5, 6, 7], max_new_tokens=8, **options).result()
-        tier = engine._stepper.workspaces.current.tier
+        tier = workspace_of(engine).tier
         spent: list[float] = []
         if not is_captured:
             tier.captured.forget()
-            tier.captured.problem = "not wanted"
+            tier.captured.forbid("not wanted")
         run = tier.run
 
         def timed(batch: Any, want_logits: bool) -> Any:

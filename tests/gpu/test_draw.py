@@ -8,6 +8,7 @@ from batches import random_prompts
 from gpu.draws import mixture
 from gpu.shapes import random_model
 from gpu.test_engine import texts
+from internals import workspace_of
 
 import hfpaged
 from hfpaged.runtime.device.draw_launch import choose_draw
@@ -59,7 +60,7 @@ def test_mixtures_share_the_captured_draws(device):
     with hfpaged.patched(model, num_blocks=512, max_requests=4):
         engine = hfpaged.engine(model)
         engine.warm_up()
-        captured = engine._stepper.workspaces.current.tier.captured
+        captured = workspace_of(engine).tier.captured
         slots = dict(captured._slots)
         assert all(slot.draws is not None for slot in slots.values())
         options = {"eos_token_id": -1, "pad_token_id": 0, "max_new_tokens": 12}
@@ -78,7 +79,7 @@ def test_steps_that_swap_do_not_wait(gpu):
     prompts = random_prompts((20, 33, 47, 64), common_prefix=16)
     with hfpaged.patched(model, num_blocks=9, preemption="swap"):
         want = texts(model, prompts, 24)
-        runner = hfpaged.engine(model)._stepper.workspaces.current.runner
+        runner = workspace_of(hfpaged.engine(model)).runner
         runner.run = without_waiting(runner.run)
         before = hfpaged.engine(model).stats()["preemptions_swap"]
         assert sum(one == other for one, other in zip(texts(model, prompts, 24), want, strict=True)) >= 3

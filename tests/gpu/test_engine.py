@@ -8,6 +8,7 @@ from batches import left_padded, random_prompts
 from families import build_tiny
 from gpu.closeness import assert_close_text
 from gpu.shapes import random_model
+from internals import workspace_of
 
 import hfpaged
 
@@ -85,7 +86,7 @@ def test_layers_add_and_normalize_in_one_kernel(gpu):
     model = random_model("tiny", gpu, torch.bfloat16)
     with hfpaged.patched(model, num_blocks=512):
         texts(model, random_prompts((5,)), 1)
-        fused = hfpaged.engine(model)._stepper.workspaces.current.tier._fused
+        fused = workspace_of(hfpaged.engine(model)).tier._fused
         assert fused.fused["layer"] == model.config.num_hidden_layers, fused.refusals
 
 
@@ -119,7 +120,7 @@ def test_replays_against_uncaptured_steps(device, sampling):
         assert hfpaged.engine(model).stats()["captured_steps"] > 0
     with hfpaged.patched(model):
         texts(model, prompts[:1], 1)
-        hfpaged.engine(model)._stepper.workspaces.current.tier.captured.problem = "not wanted"
+        workspace_of(hfpaged.engine(model)).tier.captured.forbid("not wanted")
         uncaptured = texts(model, prompts, 24, **options)
         assert hfpaged.engine(model).stats()["captured_steps"] == 0
     if sampling:
@@ -137,7 +138,7 @@ def test_no_step_waits_for_the_device(gpu):
     for sampling in ({}, {"do_sample": True, "temperature": 1.2, "top_k": 50, "top_p": 0.9, "hfpaged": {"seed": 1}}):
         with hfpaged.patched(model):
             want = texts(model, prompts, 16, **sampling)
-            workspace = hfpaged.engine(model)._stepper.workspaces.current
+            workspace = workspace_of(hfpaged.engine(model))
             run, launch = workspace.runner.run, workspace.launcher.launch
             workspace.runner.run = without_waiting(run)
             workspace.launcher.launch = without_waiting(launch)

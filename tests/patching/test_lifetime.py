@@ -12,6 +12,7 @@ import weakref
 import pytest
 import torch
 from families import build_tiny
+from internals import workspace_of
 from oracle import greedy, stats
 
 import hfpaged
@@ -50,7 +51,7 @@ def test_its_weights_and_pool_go_with_the_stepping_thread(no_collector):
     model = build_tiny("llama", num_hidden_layers=2).patch()
     greedy(model)
     engine = hfpaged.engine(model)
-    pool = weakref.ref(engine._stepper.workspaces.current.cache.layers[0].key.untyped_storage())
+    pool = weakref.ref(workspace_of(engine).cache.layers[0].key.untyped_storage())
     weights = weakref.ref(model.lm_head.weight)
     del model, engine
     wait_until(lambda: not stepping_threads())
@@ -66,7 +67,7 @@ def test_a_model_that_was_never_asked_is_freed(no_collector):
 
 def test_unpatching_frees_the_pool(no_collector, model):
     greedy(model.patch())
-    pool = weakref.ref(hfpaged.engine(model)._stepper.workspaces.current.cache.layers[0].key.untyped_storage())
+    pool = weakref.ref(workspace_of(hfpaged.engine(model)).cache.layers[0].key.untyped_storage())
     model.unpatch()
     assert pool() is None
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from internals import workspace_of
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hfpaged
@@ -49,7 +50,7 @@ def program_step(model: PreTrainedModel, shape: StepShape) -> Step:
     batch, pool = make_batch(shape, model.config.vocab_size), make_pool(shape, program.description)
 
     def step(policy: ThreadPolicy) -> None:
-        program._threads = policy
+        program.threads = policy
         program.run(batch, pool, batch.logit_rows)
 
     return step
@@ -59,10 +60,10 @@ def leaves_step(model: PreTrainedModel, shape: StepShape) -> Step:
     """Steps of native leaves, over an engine's pool."""
     engine = hfpaged.engine(model.patch(tier="leaves"))
     engine.submit([5, 6, 7], max_new_tokens=1).result()
-    tier, batch = engine._stepper.workspaces.current.tier, make_batch(shape, model.config.vocab_size)
+    tier, batch = workspace_of(engine).tier, make_batch(shape, model.config.vocab_size)
 
     def step(policy: ThreadPolicy) -> None:
-        tier._threads = policy
+        tier.threads = policy
         tier.run(batch, want_logits=False)
 
     return step

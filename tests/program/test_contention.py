@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from engine.hooks import with_import_paths
 from program.control_group import cpu_quota
 
 pytestmark = pytest.mark.slow
@@ -56,7 +57,9 @@ def quota_of_one_and_a_half() -> Iterator[Callable[[], None]]:
 def test_within_15_percent_of_the_best_fixed_number_of_threads(machine, requests, tier, smollm2_path):
     with machine() as confine:
         command = [sys.executable, str(SCRIPT), str(smollm2_path), str(requests), str(ROUNDS), tier]
-        answer = subprocess.run(command, preexec_fn=confine, capture_output=True, text=True)
+        answer = subprocess.run(
+            command, preexec_fn=confine, env=with_import_paths(), capture_output=True, text=True
+        )
     assert answer.returncode == 0, answer.stderr
     seconds = json.loads(answer.stdout)
     best = min(seconds["1"], seconds["2"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from batches import random_prompts
 from families import build_tiny
+from internals import workspace_of
 from oracle import assert_stock_text
 from program.leafing import forward_of, gate, kernels, random_module, random_rows
 from torch import nn
@@ -48,8 +49,8 @@ def test_the_policy_hears_of_every_step():
     model = build_tiny("llama").patch(tier="leaves")
     engine = hfpaged.engine(model)
     engine.submit([5, 6, 7], max_new_tokens=1).result()
-    tier = engine._stepper.workspaces.current.tier
-    tier._threads = policy = RecordingPolicy()
+    tier = workspace_of(engine).tier
+    tier.threads = policy = RecordingPolicy()
     engine.submit([5, 6, 7], max_new_tokens=4, eos_token_id=-1).result()
     assert len(policy.recorded) == 4 and all(had_cpu > 0 for had_cpu in policy.recorded)
 
@@ -60,7 +61,7 @@ def test_layers_that_are_cut_elsewhere_have_plans_of_their_own(dense):
     model = build_tiny("qwen3_moe", mlp_only_layers=[dense]).patch(tier="leaves")
     engine = hfpaged.engine(model)
     engine.submit([5, 6, 7], max_new_tokens=1).result()
-    tier = engine._stepper.workspaces.current.tier
+    tier = workspace_of(engine).tier
     assert tier._leaves.native["layer"] == 1 and tier._leaves.native["attention"] == 3
-    tier._threads = ThreadPolicy(2, min_thread_seconds=0)
+    tier.threads = ThreadPolicy(2, min_thread_seconds=0)
     assert_stock_text(model, random_prompts((250, 100)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from batches import left_padded, random_prompts
 from families import FAMILIES, build_tiny
+from internals import workspace_of
 from oracle import GREEDY, NEW, PROMPTS, assert_stock_text, greedy, stats, warm_up
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -31,7 +32,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, **fields) -> PreTrain
 
 
 def tier_of(model) -> LeafTier:
-    tier = hfpaged.engine(model)._stepper.workspaces.current.tier
+    tier = workspace_of(hfpaged.engine(model)).tier
     assert isinstance(tier, LeafTier)
     return tier
 

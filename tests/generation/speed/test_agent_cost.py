@@ -10,6 +10,7 @@ import torch
 from generation.speed.workload import GREEDY, TEXT
 
 import hfpaged
+from hfpaged.sampling.stop import StopChecker
 
 pytestmark = pytest.mark.slow
 
@@ -27,14 +28,14 @@ def run_agent(model, tokenizer, text, at_turn=lambda turn: None):
         )  # fmt: skip
 
 
-def test_an_agent_computes_nothing_again_and_its_stop_strings_cost_little(model, tokenizer):
+def test_an_agent_computes_nothing_again_and_its_stop_strings_cost_little(model, tokenizer, monkeypatch):
     model.patch(num_blocks=80)
     engine = hfpaged.engine(model)
     stop_seconds, before = [0.0], {}
 
     def begin_to_measure(turn):
         if turn == 10:
-            time_stops(engine, stop_seconds)
+            time_stops(monkeypatch, stop_seconds)
             before.update(engine.stats())
 
     run_agent(model, tokenizer, TEXT, begin_to_measure)
@@ -59,16 +60,15 @@ def test_the_memory_of_agents_is_flat(model, tokenizer):
     hfpaged.engine(model).check()
 
 
-def time_stops(engine, spent):
+def time_stops(monkeypatch, spent):
     """Add the seconds of every check for the end of texts to spent[0]."""
-    stops = engine._stepper._stops
-    finished = stops.finished
+    finished = StopChecker.finished
 
-    def timed(rows):
+    def timed(checker, rows):
         began = time.perf_counter()
         try:
-            return finished(rows)
+            return finished(checker, rows)
         finally:
             spent[0] += time.perf_counter() - began
 
-    stops.finished = timed
+    monkeypatch.setattr(StopChecker, "finished", timed)
