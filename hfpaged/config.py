@@ -33,13 +33,13 @@ class EngineConfig:
         release_after_call: free the KV pool as soon as no request is running (training loops).
         on_unsupported: what `generate` does with a call the engine cannot take for a reason of the model's
             own making: "stock" runs Transformers' own code, counted in `engine.stats()`; "raise" says so.
-        sentinel: have the model's own modules compute steps again whose logits are not finite, or that have a request
-            begin with one token eight times. None: for quantized models.
         tier: how a step is executed: "program" compiles the decoder into one native program (CPU), "leaves" runs the
             model's own layers with native linear modules, norms, MLPs and attention (CPU), "modules" runs the model's
             own forward around paged attention, "auto" takes the first of these that the model allows.
         packed_only: give up the memory of the parameters whose packed copies serve the engine, until something else
             asks for their numbers. For inference on the tiers "program" and "leaves".
+        sentinel: have the model's own modules compute steps again whose logits are not finite, or that have a request
+            begin with one token eight times. None: for quantized models.
     """
 
     block_size: int = 16
@@ -55,7 +55,6 @@ class EngineConfig:
     on_unsupported: Literal["raise", "stock"] = "stock"
     tier: Literal["auto", "program", "leaves", "modules"] = "auto"
     packed_only: bool = False
-
     sentinel: bool | None = None
 
     def __post_init__(self) -> None:

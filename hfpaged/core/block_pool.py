@@ -38,11 +38,6 @@ class BlockPool:
         """Blocks whose content can be found by its hash, held ones included."""
         return len(self._hash_of)
 
-    @property
-    def num_cached_free(self) -> int:
-        """Cached blocks that nobody holds."""
-        return sum(block in self._free for block in self._hash_of)
-
     def references(self, block: int) -> int:
         """How many block tables contain the block."""
         return self._references[block]

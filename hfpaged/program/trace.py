@@ -75,10 +75,6 @@ class Trace:
         """Calls of one module."""
         return [call for call in self.calls if call.module is module]
 
-    def producer(self, tensor: torch.Tensor) -> ModuleCall | None:
-        """The innermost call whose result is the memory of `tensor`."""
-        return next((call for call in self.calls if same_memory(call.result, tensor)), None)
-
 
 def same_memory(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Whether both are the same elements in memory, whatever their shapes."""

@@ -27,16 +27,6 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
-def unpack_words(words: torch.Tensor) -> torch.Tensor:
-    """int32 [..., n / 8] of little-endian 4-bit codes to uint8 [..., n]."""
-    return unpack_nibbles(words.contiguous().view(torch.uint8))
-
-
-def pack_words(codes: torch.Tensor) -> torch.Tensor:
-    """Inverse of `unpack_words`: uint8 [..., n], n a multiple of 8, to int32 [..., n / 8]."""
-    return pack_nibbles(codes).view(torch.int32)
-
-
 def e2m1_values(codes: torch.Tensor) -> torch.Tensor:
     """fp32 value of each uint8 E2M1 code. No table: one would have to be copied to the device at every call."""
     wide = codes.to(torch.int16)
@@ -62,8 +52,3 @@ def to_e2m1(x: torch.Tensor) -> torch.Tensor:
 def e8m0_values(bytes_: torch.Tensor) -> torch.Tensor:
     """fp32 2**(byte - 127) of uint8 E8M0 scales."""
     return torch.exp2(bytes_.float() - E8M0_BIAS)
-
-
-def is_float8(dtype: torch.dtype) -> bool:
-    """Whether a dtype is one of PyTorch's 8-bit floating-point ones."""
-    return str(dtype).startswith("torch.float8")

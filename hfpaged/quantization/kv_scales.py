@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from hfpaged.quantization.checkpoint import Checkpoint
@@ -16,8 +15,3 @@ def attach_kv_scales(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
             stored = f"{name}.{leaf}"
             if stored in checkpoint.tensors and not hasattr(module, leaf):
                 module.register_buffer(leaf, checkpoint.read(stored).float(), persistent=False)
-
-
-def kv_scales(model: nn.Module) -> dict[str, float]:
-    """The scales that a model holds, by the full name they have in the checkpoint."""
-    return {name: float(buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2] in KV_SCALES}

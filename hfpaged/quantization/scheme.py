@@ -49,11 +49,6 @@ class QuantizationPlan:
         self._groups = groups
         self._ignore = ignore
 
-    @property
-    def schemes(self) -> list[Scheme]:
-        """All schemes, in the order of the config."""
-        return [scheme for _, scheme in self._groups]
-
     def scheme_of(self, name: str, class_name: str = "Linear") -> Scheme | None:
         """The scheme of module `name`: that of the first group that targets it. None: it is not quantized."""
         if any(_matches(pattern, name, class_name) for pattern in self._ignore):

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hfpaged.quantization.codes import e8m0_values, pack_nibbles, to_e2m1
+from hfpaged.quantization.disk_layout import KV_SCALES
 
 PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -61,6 +62,11 @@ def tiny_llama(hidden: int = 64, inner: int = 128, layers: int = 2, seed: int = 
 def linears(model: PreTrainedModel) -> list[str]:
     """Names of the projections of all layers."""
     return [f"model.layers.{i}.{name}" for i in range(model.config.num_hidden_layers) for name in PROJECTIONS]
+
+
+def kv_scales(model: PreTrainedModel) -> dict[str, float]:
+    """The scales of keys and values that a model holds, by the names that they have in its checkpoint."""
+    return {name: float(buffer) for name, buffer in model.named_buffers() if name.rpartition(".")[2] in KV_SCALES}
 
 
 def save(

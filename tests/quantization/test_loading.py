@@ -8,7 +8,7 @@ import pytest
 import torch
 from quantization import checkpoints as make
 from quantization import formats
-from quantization.checkpoints import PROMPT, Saved, save
+from quantization.checkpoints import PROMPT, Saved, kv_scales, save
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional
@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hfpaged
 from hfpaged.errors import CheckpointError, ConfigError
-from hfpaged.quantization.kv_scales import kv_scales
 from hfpaged.quantization.packed_linear import EmulatedLinear, PackedLinear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-2}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from quantization import checkpoints as make
 from quantization import formats
-from quantization.checkpoints import save
+from quantization.checkpoints import kv_scales, save
 from quantization.test_loading import distance, load, logits
 from transformers import AutoModelForCausalLM
 
@@ -54,8 +54,6 @@ def test_5_ragged_fp8_blocks_follow_the_config(tmp_path, llama):
 
 
 def test_6_scales_of_keys_and_values_are_not_dropped(tmp_path, llama):
-    from hfpaged.quantization.kv_scales import kv_scales
-
     name = "model.layers.0.self_attn.k_scale"
     config = make.compressed_config("nvfp4-pack-quantized", make.NVFP4_ARGS, kv_cache_scheme={"num_bits": 8})
     saved = save(tmp_path, llama, make.nvfp4_compressed, config, {name: torch.tensor([0.75])})

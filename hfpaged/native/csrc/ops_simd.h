@@ -4,6 +4,7 @@
 #ifndef HFP_ISA
 #error "compile through native/build.py: HFP_ISA names the instruction set"
 #endif
+#include <cstring>
 
 #if defined(__AVX512F__)
 #include "ops_simd_avx512.h"

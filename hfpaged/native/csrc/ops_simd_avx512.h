@@ -2,8 +2,6 @@
 #pragma once
 #include <immintrin.h>
 
-#include <cstring>
-
 #include "ops_types.h"
 
 namespace hfp {
