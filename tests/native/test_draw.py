@@ -49,6 +49,13 @@ def test_excluded_entries_are_never_drawn(kernels, isa):
     assert set(draw(kernels, scores).tolist()) <= {17, 500, UNDECIDED}
 
 
+@pytest.mark.parametrize("factor", [1e6, 1e9, 1e20, -1e30])
+def test_scores_of_a_low_temperature_are_the_likeliest_ones(kernels, isa, factor):
+    scores = DISTRIBUTIONS["usual"] * np.float32(factor)
+    scores[:3] = -np.inf
+    assert set(draw(kernels, scores).tolist()) == {int(scores.argmax()), UNDECIDED}
+
+
 def test_threads_change_nothing(kernels):
     scores = DISTRIBUTIONS["usual"]
     assert np.array_equal(draw(kernels, scores), draw(kernels, scores, threads=4))

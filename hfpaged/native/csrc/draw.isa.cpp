@@ -14,10 +14,10 @@ constexpr double kTolerance = 5e-7;
 
 // exp(scores - top), with what the subtraction loses.
 Vec16 masses_of(Vec16 scores, Vec16 top) {
-  // What is below has no mass, and -inf would have no rounding error.
-  scores = max16(scores, top - splat16(110.f));
   Vec16 minus_top = negate16(top), distance = scores + minus_top, mass = exp16(distance);
-  return fma16(mass, sum_error16(scores, minus_top, distance), mass);
+  // What is further below has no mass, and the rounding error of -inf would be no number.
+  Vec16 error = where_above16(sum_error16(scores, minus_top, distance), distance, splat16(-110.f));
+  return fma16(mass, error, mass);
 }
 
 double block_mass(const float* scores, int64_t count, Vec16 top) {
