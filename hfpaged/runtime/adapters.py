@@ -28,7 +28,8 @@ def check_adapter(model: nn.Module, name: str) -> None:
 
     Raises:
         InputError: there is none of that name.
-        UnsupportedOptionError: PEFT itself cannot mix it: DoRA, or adapters that are merged into the weights.
+        UnsupportedOptionError: PEFT itself cannot mix it: DoRA, adapters that are merged into the weights, or of a
+            parameter of what is no linear module, such as a router.
     """
     layers = list(adapter_layers(model))
     known = {key for layer in layers for key in (*layer_adapters(layer), BASE)}
@@ -36,6 +37,8 @@ def check_adapter(model: nn.Module, name: str) -> None:
         raise InputError(f"there is no adapter {name!r} on this model; known: {', '.join(sorted(known)) or 'none'}")
     if any(getattr(layer, "merged", False) for layer in layers):
         raise UnsupportedOptionError("adapters are merged into the weights; call unmerge_adapter() to choose one a row")
+    if any(hasattr(layer, "parameter_name") for layer in layers):
+        raise UnsupportedOptionError("adapters of parameters (target_parameters) cannot be mixed in a batch by PEFT")
     if any((getattr(layer, "use_dora", None) or {}).get(name) for layer in layers):
         raise UnsupportedOptionError(
             f"adapter {name!r} is a DoRA adapter, which PEFT cannot mix with others in a batch"
@@ -92,8 +95,15 @@ class AdapterRows:
     def _before(self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """[1, T, ...] to [T, 1, ...], with a name for each."""
         inputs, *others = args
-        names = self._names if inputs.shape[1] == len(self._names) else self._logit_names
-        return (inputs.transpose(0, 1), *others), {**kwargs, "adapter_names": names}
+        if not _are_flat(inputs):
+            inputs = inputs.transpose(0, 1)
+        names = self._names if len(inputs) == len(self._names) else self._logit_names
+        return (inputs, *others), {**kwargs, "adapter_names": names}
 
     def _after(self, layer: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
-        return output.transpose(0, 1)
+        return output if _are_flat(args[0]) else output.transpose(0, 1)
+
+
+def _are_flat(inputs: torch.Tensor) -> bool:
+    """Whether they are rows without a batch, [T, H], as some models make them of hidden states. Token ids are not."""
+    return inputs.ndim == 2 and inputs.is_floating_point()

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from batches import left_padded, new_tokens
+from batches import left_padded, new_tokens, random_prompts
 from oracle import GREEDY, PROMPTS, assert_stock_text, stats
 from patching.test_peft import lora, randomize, with_adapters
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import LogitsProcessor, TextIteratorStreamer
 
 import hfpaged
@@ -133,6 +133,20 @@ def test_an_adapter_on_the_head_and_embeddings(model, fields):
     assert new_tokens(out, PROMPTS) == want
 
 
+def test_layers_whose_rows_have_no_batch(tiny_model):
+    model = tiny_model("opt", ffn_dim=48)  # its MLPs see [tokens, hidden]
+    peft_model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "fc1", "fc2"]), adapter_name="red")
+    peft_model.add_adapter("blue", LoraConfig(r=4, target_modules=["fc1"]))
+    for seed, name in enumerate(("red", "blue")):
+        randomize(peft_model, name, seed)
+    adapted = hfpaged.patch(peft_model.eval())
+    # As many tokens in a step as a row has elements, too.
+    prompts = [*PROMPTS, random_prompts((64,))[0]]
+    for prompt, name in zip(prompts, [*NAMES, "red"], strict=True):
+        got = hfpaged.engine(adapted).submit(prompt, **OPTIONS, hfpaged={"adapter": name}).result(60)
+        assert got == alone_with(adapted, prompt, name)
+
+
 def test_user_code_sees_the_batch_and_rows_keep_their_adapters(adapted):
     calls = []
 
@@ -220,6 +234,13 @@ def test_what_cannot_be_mixed_is_refused_by_name(adapted, model):
     adapted.merge_adapter()
     with pytest.raises(UnsupportedOptionError, match="unmerge"):
         engine.submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "red"})
+
+
+def test_adapters_of_parameters_are_refused_by_name(tiny_model):
+    config = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.gate.weight"])
+    adapted = hfpaged.patch(get_peft_model(tiny_model("qwen3_moe"), config, adapter_name="red").eval())
+    with pytest.raises(UnsupportedOptionError, match="target_parameters"):
+        hfpaged.engine(adapted).submit(PROMPTS[0], **OPTIONS, hfpaged={"adapter": "red"})
 
 
 def test_without_adapters_there_is_none_to_name(tiny_model):
