@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from hfpaged.errors import InvariantError
+from hfpaged.errors import InvariantError, RequestTooLargeError
 
 
 class BlockPool:
@@ -37,6 +37,20 @@ class BlockPool:
     def num_cached(self) -> int:
         """Blocks whose content can be found by its hash, held ones included."""
         return len(self._hash_of)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """How many blocks hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def require_room(self, num_tokens: int) -> None:
+        """Refuse a request of so many tokens that could not run even alone.
+
+        Raises:
+            RequestTooLargeError: with both numbers of blocks.
+        """
+        needed = self.blocks_for(num_tokens)
+        if needed > self.num_blocks:
+            raise RequestTooLargeError(needed, self.num_blocks)
 
     def references(self, block: int) -> int:
         """How many block tables contain the block."""

@@ -42,7 +42,7 @@ def _check_request(books: Scheduler, request: Request) -> None:
     if request.swapped:
         _require(not request.blocks, f"{name} is swapped out but holds blocks")
         return
-    needed = -(-request.computed // size)
+    needed = books.pool.blocks_for(request.computed)
     _require(len(request.blocks) >= needed, f"{name} has computed tokens without a block")
     _require(len(request.blocks) * size - request.computed < size, f"{name} wastes a block or more")
     _require(len(set(request.blocks)) == len(request.blocks), f"{name} has a block twice in its table")

@@ -92,7 +92,7 @@ class Planner:
     def _could_admit_next(self) -> bool:
         """Whether there is room for the request that has waited longest, cached blocks aside."""
         has_slot = len(self._books.running) < self._books.limits.max_requests
-        return bool(self._books.waiting) and has_slot and self._can_admit(self._books.waiting[0], [])
+        return bool(self._books.waiting) and has_slot and self._can_admit(self._books.waiting.first, [])
 
     def _admit_waiting(self) -> None:
         slots = self._books.limits.max_requests - len(self._books.running)
@@ -119,7 +119,7 @@ class Planner:
     def _can_admit(self, request: Request, shared: list[int]) -> bool:
         """Whether all tokens of the request fit, beside the blocks it shares or holds."""
         free_shared = sum(self.draft.references(block) == 0 for block in shared)
-        total = -(-request.length // self._block_size)
+        total = self._books.pool.blocks_for(request.length)
         copied = 1 if request.blocks else 0
         return self.draft.can_take(total - len(shared) - len(request.blocks) + copied + free_shared)
 
@@ -130,7 +130,7 @@ class Planner:
         held: tuple[int, ...] = (*request.blocks, *shared)
         start = request.computed
         if request.swapped:
-            held = self.draft.take(-(-request.computed // self._block_size))
+            held = self.draft.take(self._books.pool.blocks_for(request.computed))
             self._loads.append((request.id, held))
         elif shared:
             start = len(shared) * self._block_size
@@ -190,7 +190,7 @@ class Planner:
         Returns:
             Index of a block of it to copy, because it is not the table's alone, or None; and how many blocks to add.
         """
-        grown = -(-end // self._block_size) - len(table)
+        grown = self._books.pool.blocks_for(end) - len(table)
         index = start // self._block_size
         if index >= len(table):
             return None, grown

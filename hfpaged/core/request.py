@@ -40,7 +40,6 @@ class Request:
     Attributes:
         id: unique among live requests.
         tokens: known token ids, prompt first. The scheduler appends to it.
-        pending: how many tokens behind those steps in flight have drawn or are drawing.
         prompt_len: how many of them are the prompt.
         max_tokens: length that it may never exceed.
         priority: lower runs first; `arrival` decides among equals.
@@ -52,6 +51,9 @@ class Request:
         draft_tokens: how many of the last known tokens are unverified guesses.
         score_from: first of the prompt's tokens whose logits must still be seen, to score the token behind it; None if
             no (more) prompt token is scored.
+        pending: tokens behind the known ones that steps in flight draw: they count, but their ids are not known yet.
+        state: which queue it is in, if any.
+        swapped: whether its keys and values are in the block store.
     """
 
     id: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -13,7 +12,8 @@ from hfpaged.core.planner import Planner
 from hfpaged.core.preemption import PreemptionPolicy
 from hfpaged.core.prefix_cache import PrefixCache
 from hfpaged.core.request import Request, RequestState
-from hfpaged.errors import InvariantError, RequestTooLargeError
+from hfpaged.core.request_queue import RequestQueue
+from hfpaged.errors import InvariantError
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,11 @@ class SchedulerLimits:
 
 
 class Scheduler:
-    """Use: `add` requests; then `plan`, run it, and `commit` or `abort` it; in between `finish`, `append_tokens`, ...
+    """The books of an engine: its live requests, where each of them stands, and who holds which blocks.
 
-    Between `plan` and `commit` or `abort` nothing else may be called. `running` and `waiting` are kept in order of
-    service, so a step costs time in proportion to the requests that it schedules.
+    Use: `add` requests; then `plan`, run it, and `commit` or `abort` it; in between `finish`, `append_tokens`, ...
+    Between `plan` and `commit` or `abort` nothing else may be called. A step costs time in proportion to the requests
+    that it schedules, however many wait.
 
     A plan may be committed while its step still runs on a device: tokens that are not known then are `settle`d later,
     at the latest before the plan after the next.
@@ -40,8 +41,8 @@ class Scheduler:
         self.limits = limits
         self.policy = policy
         self.counters = SchedulerCounters()
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []
+        self.running = RequestQueue()
+        self.waiting = RequestQueue()
         self.next_step = 0
         self._requests: dict[int, Request] = {}
         self._children: dict[int, list[Request]] = {}
@@ -84,10 +85,6 @@ class Scheduler:
         """Whether the keys and values of a request's first tokens are in its blocks."""
         return request.computed >= num_tokens and not request.swapped and bool(request.blocks)
 
-    def blocks_needed(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
-        return -(-num_tokens // self.pool.block_size)
-
     # ---- requests in and out ----
 
     def add(self, request: Request, fork_of: int | None = None) -> None:
@@ -100,9 +97,7 @@ class Scheduler:
         Raises:
             RequestTooLargeError: it could not run even alone.
         """
-        needed = self.blocks_needed(request.max_tokens)
-        if needed > self.pool.num_blocks:
-            raise RequestTooLargeError(needed, self.pool.num_blocks)
+        self.pool.require_room(request.max_tokens)
         self._requests[request.id] = request
         parent = self._requests.get(fork_of) if fork_of is not None else None
         if parent is not None and self._can_wait_for(parent, request):
@@ -269,7 +264,7 @@ class Scheduler:
     def _enter(self, request: Request, shared: list[int]) -> None:
         self._remove_from_queue(request)
         request.state = RequestState.RUNNING
-        insort(self.running, request, key=_order)
+        self.running.add(request)
         if request.swapped:
             # Its blocks come back under new ids; they are entered in the cache again, first writer wins.
             return
@@ -336,7 +331,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         request.state = RequestState.WAITING
-        insort(self.waiting, request, key=_order)
+        self.waiting.add(request)
 
     def _enqueue_all(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -346,14 +341,15 @@ class Scheduler:
         """An idle request has tokens to compute again: it runs on if it kept its blocks and there is a slot."""
         if request.blocks and len(self.running) < self.limits.max_requests:
             request.state = RequestState.RUNNING
-            insort(self.running, request, key=_order)
+            self.running.add(request)
         else:
             self._enqueue(request)
 
     def _remove_from_queue(self, request: Request) -> None:
-        if request.state in (RequestState.WAITING, RequestState.RUNNING):
-            queue = self.waiting if request.state is RequestState.WAITING else self.running
-            del queue[bisect_left(queue, _order(request), key=_order)]
+        if request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+        elif request.state is RequestState.RUNNING:
+            self.running.remove(request)
         elif request.state is RequestState.PARKED:
             self.prefix_cache.unpark(request)
         elif request.state is RequestState.FORKING:
@@ -385,12 +381,8 @@ class Scheduler:
 
     def _drop_tokens(self, request: Request, count: int) -> None:
         request.drop_last_tokens(count, self.pool.block_size)
-        keep = self.blocks_needed(request.computed)
+        keep = self.pool.blocks_for(request.computed)
         if not request.swapped:
             self.pool.free(reversed(request.blocks[keep:]))
             del request.blocks[keep:]
         request.published = min(request.published, len(request.tokens) // self.pool.block_size)
-
-
-def _order(request: Request) -> tuple[int, int]:
-    return request.order

@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hfpaged.config import EngineConfig
-from hfpaged.errors import RequestTooLargeError
 from hfpaged.runtime.driver import Driver
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
@@ -125,9 +124,7 @@ class EngineCore:
         if workspace is None:
             workspace = self._driver.call(lambda: self._stepper.prepare(specs[0]))
         for spec in specs:
-            needed = -(-spec.max_tokens // self.config.block_size)
-            if needed > workspace.pool.num_blocks:
-                raise RequestTooLargeError(needed, workspace.pool.num_blocks)
+            workspace.pool.require_room(spec.max_tokens)
 
     def _cancel_one(self, handle: GenerationHandle) -> None:
         self.cancel([handle])

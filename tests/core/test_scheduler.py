@@ -337,7 +337,7 @@ def test_blocks_of_a_forgotten_cache_are_used_again_before_those_that_nobody_use
     for request_id in (1, 2):
         books.add(make_request(request_id, range(20), max_tokens=22))
         plan = books.plan()
-        assert max(plan.entries[0].full_table) < books.blocks_needed(22)
+        assert max(plan.entries[0].full_table) < books.pool.blocks_for(22)
         books.commit(plan, sample_of(books, plan))
         run_to_end(books)
         books.reset_prefix_cache()
