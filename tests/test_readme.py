@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 import hfpaged
-from hfpaged.generation.call import RequestOptions
+from hfpaged.generation.request_options import RequestOptions
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 

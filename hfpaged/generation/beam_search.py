@@ -35,7 +35,7 @@ class StepMemory:
     """
 
     def __init__(self, call: GenerateCall, device: torch.device):
-        self.users_look = any(call.processors.is_users(index) for index in range(len(call.processors)))
+        self.users_look = call.processors.any_needs_batch
         self.logits = None if call.keeps_logits else torch.empty(0, device=device)
         self.sums = None if self.users_look else torch.empty(0, device=call.input_ids.device)
         self.log_probs = None if call.keeps_scores else self.sums

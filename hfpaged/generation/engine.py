@@ -11,8 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList
 from hfpaged.config import EngineConfig
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.generation.adapters import HookedNames
-from hfpaged.generation.call import GenerateCall, RequestOptions
+from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.prepared_configs import PreparedConfigs
+from hfpaged.generation.request_options import RequestOptions
 from hfpaged.generation.routing import stock_reason
 from hfpaged.generation.rows import check_bias, check_prompt, row_specs, token_ids, vocabulary_size
 from hfpaged.runtime.engine import EngineCore
@@ -131,7 +132,7 @@ def _single_row_call(
 def _require_engine_takes(model: PreTrainedModel, call: GenerateCall) -> None:
     """Refuse what `generate` would leave to Transformers, or run on its caller's thread."""
     reason = stock_reason(model, call, None)
-    if reason is None and any(call.processors.is_users(index) for index in range(len(call.processors))):
+    if reason is None and call.processors.any_needs_batch:
         reason = "a processor that calls the model or keeps state"
     if reason is not None:
         raise UnsupportedOptionError(f"engine.submit does not take this request ({reason}); use generate()")

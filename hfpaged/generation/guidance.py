@@ -31,7 +31,7 @@ def guided_by_engine(model: PreTrainedModel, engine: EngineCore, call: GenerateC
 def _can_ask_engine(model: PreTrainedModel, call: GenerateCall, processor: object) -> bool:
     if type(processor) is not UnbatchedClassifierFreeGuidanceLogitsProcessor or processor.model is not model:
         return False
-    if any(processor is one for one in call.processors.arguments.get("logits_processor") or ()):
+    if call.processors.is_users(processor):
         return False
     ids, mask = (processor.unconditional_context[name] for name in ("input_ids", "attention_mask"))
     # The positions that stock gives to the tokens of padded negative prompts count the padding.

@@ -106,7 +106,7 @@ class LockstepLoop:
     def _processed(self, logits: torch.Tensor) -> torch.Tensor:
         scores = logits.clone()
         for index, processor in enumerate(self._call.processors):
-            if self._call.processors.is_users(index):
+            if self._call.processors.needs_batch(processor):
                 scores = processor(self._ids, scores)
                 continue
             rows = [

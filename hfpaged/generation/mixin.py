@@ -27,12 +27,13 @@ from hfpaged.compat import cache_field
 from hfpaged.errors import NotPatchedError, UnsupportedOptionError
 from hfpaged.generation.adapters import carry_names, row_adapters, rows_named
 from hfpaged.generation.beam_search import BeamSearch
-from hfpaged.generation.call import GenerateCall, PreparedCriteria, PreparedProcessors, RequestOptions
+from hfpaged.generation.call import GenerateCall, PreparedCriteria, PreparedProcessors
 from hfpaged.generation.engine import Engine
 from hfpaged.generation.lockstep import LockstepLoop
 from hfpaged.generation.outputs import generate_output
 from hfpaged.generation.paged_model import PagedModel
 from hfpaged.generation.readers import reader_released
+from hfpaged.generation.request_options import RequestOptions
 from hfpaged.generation.returned_cache import returned_cache
 from hfpaged.generation.routing import beam_reason, loop_reason, stock_reason
 from hfpaged.generation.rows import row_processors, row_specs
@@ -244,7 +245,7 @@ def _run_on_engine(
 
 def _needs_lockstep(call: GenerateCall) -> bool:
     """Whether something in the call must see its whole batch at every step."""
-    if call.criteria.users or any(call.processors.is_users(index) for index in range(len(call.processors))):
+    if call.criteria.users or call.processors.any_needs_batch:
         return True
     if call.num_rows == 1:
         return False

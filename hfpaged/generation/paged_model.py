@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpaged.compat import causal_output
 from hfpaged.errors import RequestCancelled
-from hfpaged.generation.call import RequestOptions
+from hfpaged.generation.request_options import RequestOptions
 from hfpaged.generation.rows import unpadded, vocabulary_size
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle

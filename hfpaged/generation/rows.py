@@ -12,7 +12,8 @@ from transformers import LogitsProcessorList, PreTrainedModel
 
 from hfpaged.errors import InputError, UnsupportedOptionError
 from hfpaged.generation.adapters import row_adapters
-from hfpaged.generation.call import GenerateCall, RequestOptions
+from hfpaged.generation.call import GenerateCall
+from hfpaged.generation.request_options import RequestOptions
 from hfpaged.runtime.request_spec import DraftOptions, LookupOptions, RequestSpec
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.sampling.additive import AdditivePenalty, LogitBias
