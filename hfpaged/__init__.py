@@ -19,8 +19,9 @@ from hfpaged.extension import extend_transformers
 if TYPE_CHECKING:
     from hfpaged.capabilities import support
     from hfpaged.config import EngineConfig
-    from hfpaged.generation.call import CancelScope
-    from hfpaged.patching import engine, patch, patched, unpatch, weights_changed
+    from hfpaged.generation.cancel_scope import CancelScope
+    from hfpaged.patched_model import engine, weights_changed
+    from hfpaged.patching import patch, patched, unpatch
     from hfpaged.quantization.loader import from_pretrained
 
 __version__ = "0.1.0"
@@ -37,15 +38,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CancelScope": "hfpaged.generation.call",
+    "CancelScope": "hfpaged.generation.cancel_scope",
     "EngineConfig": "hfpaged.config",
-    "engine": "hfpaged.patching",
+    "engine": "hfpaged.patched_model",
     "from_pretrained": "hfpaged.quantization.loader",
     "patch": "hfpaged.patching",
     "patched": "hfpaged.patching",
     "support": "hfpaged.capabilities",
     "unpatch": "hfpaged.patching",
-    "weights_changed": "hfpaged.patching",
+    "weights_changed": "hfpaged.patched_model",
 }
 
 

@@ -10,7 +10,8 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 
 from hfpaged.quantization.loaded_wrong import loaded_wrong
-from hfpaged.runtime.module_state import has_own, unpatched_class
+from hfpaged.runtime.module_state import has_own
+from hfpaged.runtime.patched_class import unpatched_class
 from hfpaged.unwrap import unwrap
 
 # Layer kinds of `config.layer_types` whose state is plain keys and values, seen through a causal or windowed mask.

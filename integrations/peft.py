@@ -19,22 +19,15 @@ import hfpaged
 from hfpaged.generation.adapters import carry_names
 from hfpaged.generation.readers import reader_released
 from hfpaged.integrations.example import load, parse, require
-from hfpaged.patching import is_patched
+from hfpaged.patched_model import is_patched
+from hfpaged.runtime.patched_class import patched_class, reduce_to_unpatched, unpatched_class
 
 BASE = "__base__"
 
 
 def paged_peft_class(original: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """A class that looks like `original`, a PeftModel's, to every check, and whose calls carry their adapter names."""
-    attributes = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "__reduce_ex__": _reduce_to_original,
-        "_hfpaged_original_class": original,
-        "generate": _generate,
-    }
-    return type(original.__name__, (original,), attributes)
+    return patched_class(original, generate=_generate, __reduce_ex__=reduce_to_unpatched)
 
 
 def _generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -42,19 +35,13 @@ def _generate(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
     with reader_released(GenerationMixin.generate, (self, *args), kwargs):
         if kwargs.get("adapter_names") is not None and _can_carry_names(self, kwargs):
             carry_names(kwargs, list(kwargs.pop("adapter_names")))
-        return self._hfpaged_original_class.generate(self, *args, **kwargs)
+        return unpatched_class(self).generate(self, *args, **kwargs)
 
 
 def _can_carry_names(model: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
     """Whether the call's adapters are LoRA's, active, and nothing but the engine or Transformers will decode it."""
     is_lora = hasattr(model.base_model, "_enable_peft_forward_hooks") and model.has_active_enabled_adapter
     return is_lora and is_patched(model) and not model.training and kwargs.get("custom_generate") is None
-
-
-def _reduce_to_original(self: torch.nn.Module, protocol: int) -> tuple:
-    """Copies and pickles are not patched."""
-    _, (_, *arguments), *rest = object.__reduce_ex__(self, max(protocol, 2))
-    return (object.__new__, (self._hfpaged_original_class, *arguments), *rest)
 
 
 def add_random_adapters(model: PreTrainedModel, names: Sequence[str]) -> torch.nn.Module:

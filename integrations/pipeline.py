@@ -17,21 +17,16 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import TextGenerationPipeline
 
-from hfpaged.generation.call import CancelScope
+import hfpaged
+from hfpaged.generation.cancel_scope import CancelScope
 from hfpaged.integrations.example import load, parse, show
-from hfpaged.patching import engine, is_patched, patched
+from hfpaged.patched_model import engine, is_patched
+from hfpaged.runtime.patched_class import patched_class, unpatched_class
 
 
 def paged_pipeline_class(original: type[TextGenerationPipeline]) -> type[TextGenerationPipeline]:
     """A class that looks like `original` to every check, but whose inputs go to the engine together."""
-    attributes = {
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        "_hfpaged_original_class": original,
-        "get_iterator": _get_iterator,
-    }
-    return type(original.__name__, (original,), attributes)
+    return patched_class(original, get_iterator=_get_iterator)
 
 
 def _get_iterator(
@@ -49,7 +44,7 @@ def _get_iterator(
     progress bar.
     """
     if not is_patched(pipe.model):
-        return pipe._hfpaged_original_class.get_iterator(
+        return unpatched_class(pipe).get_iterator(
             pipe, inputs, num_workers, batch_size, preprocess_params, forward_params, postprocess_params
         )
     options = dict(forward_params.get("hfpaged") or {})
@@ -114,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return (result[0]["generated_text"] for result in pipe((prompt for prompt in PROMPTS), **options))
 
     stock = list(texts())
-    with patched(pipe):
+    with hfpaged.patched(pipe):
         for prompt, text, expected in zip(PROMPTS, texts(), stock, strict=True):
             show(prompt[:17], text, text == expected)
         print(f"steps: {engine(pipe).stats()['steps']}")

@@ -14,7 +14,8 @@ from hfpaged.generation.adapters import RowNames
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.returned_cache import ReturnedCache
 from hfpaged.generation.rows import mask_is_left_padding, require_no_empty_row
-from hfpaged.runtime.module_state import has_own, unpatched_class, walk_modules
+from hfpaged.runtime.module_state import has_own, walk_modules
+from hfpaged.runtime.patched_class import unpatched_class
 
 # Keywords that `generate` prepares for every decoder and that the engine makes for itself.
 KNOWN_MODEL_KWARGS = frozenset({"position_ids", "logits_to_keep", "use_cache", "return_dict"})

@@ -14,7 +14,7 @@ import torch
 
 from hfpaged.core.plan import Plan
 from hfpaged.runtime.live_request import LiveRequest
-from hfpaged.runtime.tiers import StepOutput
+from hfpaged.runtime.tier import StepOutput
 from hfpaged.sampling.logprobs import TokenLogprob, token_logprobs
 from hfpaged.sampling.sampler import Drawn, Sampler, SampleRow
 

@@ -11,8 +11,9 @@ from hfpaged.program.threads import ThreadPolicy, single_thread_seconds
 from hfpaged.runtime.attention.interface import AttentionBackend
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.leaves.leaves import Leaves
+from hfpaged.runtime.module_tier import ModuleTier
 from hfpaged.runtime.thread_state import ThreadState
-from hfpaged.runtime.tiers import ModuleTier, StepOutput, Tier
+from hfpaged.runtime.tier import StepOutput, Tier
 from hfpaged.runtime.view import EngineView
 
 

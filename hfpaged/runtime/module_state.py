@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from hfpaged.runtime.patched_class import OWN_PREFIX, unpatched_class
+
 # Kept by nn.Module itself.
 _MODULE_INTERNALS = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
 # What training and `generate` note on a model. No forward in evaluation mode reads it.
@@ -29,7 +31,7 @@ _SCALARS = (bool, int, float, complex, str, bytes)
 def plain_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """(name, value) of what is neither a parameter, buffer, child or hook, nor the engine's own."""
     for name, value in vars(module).items():
-        if name not in _MODULE_INTERNALS and not name.startswith("_hfpaged"):
+        if name not in _MODULE_INTERNALS and not name.startswith(OWN_PREFIX):
             yield name, value
 
 
@@ -97,12 +99,6 @@ class ModuleState:
 
     def _has_no_new(self, module: nn.Module) -> bool:
         return all(name in self._attributes or name in _BOOKKEEPING for name, _ in plain_attributes(module))
-
-
-def unpatched_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module; of a patched model the one that it had before."""
-    cls = type(module)  # once: another thread may unpatch it meanwhile
-    return getattr(cls, "_hfpaged_original_class", cls)
 
 
 def stocks(module: nn.Module, name: str) -> Callable[..., Any]:

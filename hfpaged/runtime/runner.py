@@ -13,7 +13,7 @@ from hfpaged.runtime.block_store import BlockStore
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.step import SeenLayer
 from hfpaged.runtime.thread_state import ThreadState
-from hfpaged.runtime.tiers import StepOutput, Tier
+from hfpaged.runtime.tier import StepOutput, Tier
 from hfpaged.runtime.view import EngineView
 from hfpaged.sampling.draw_table import NO_DRAWS, DrawTable
 
@@ -25,7 +25,7 @@ class Runner:
     """
 
     def __init__(self, tier: Tier, cache: KVCache, store: BlockStore, block_size: int):
-        self.tier = tier
+        self._tier = tier
         self._mover = cache.mover
         self._store = store
         self._tables = BlockTables(block_size, padding_block=cache.num_blocks)
@@ -44,7 +44,11 @@ class Runner:
         self._move_blocks(plan)
         if not plan.entries:
             return StepOutput(torch.empty(0, 0), None)
-        return self.tier.run(self._tables.build(plan, self._drawn_at, draws), want_logits)
+        return self._tier.run(self._tables.build(plan, self._drawn_at, draws), want_logits)
+
+    def switch_to(self, tier: Tier) -> None:
+        """Run the forwards of further steps by another tier, over the same pool."""
+        self._tier = tier
 
     def recompute(self, plan: Plan, tier: Tier) -> StepOutput:
         """The forward of the step that `run` has just run once more, by `tier`, with logits."""

@@ -26,8 +26,9 @@ from hfpaged.runtime.device.ahead_tier import AheadTier
 from hfpaged.runtime.device.launched_step import LaunchedStep
 from hfpaged.runtime.drawing import Outcome
 from hfpaged.runtime.live_request import LiveRequest
+from hfpaged.runtime.module_tier import ModuleTier
 from hfpaged.runtime.stats import EngineCounters
-from hfpaged.runtime.tiers import ModuleTier, StepOutput
+from hfpaged.runtime.tier import StepOutput
 from hfpaged.runtime.view import EngineView
 from hfpaged.runtime.workspace import Workspace
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedModel
@@ -25,15 +25,16 @@ from hfpaged.core.prefix_cache import root_key
 from hfpaged.core.snapshot import BooksSnapshot, snapshot
 from hfpaged.errors import CorruptOutputError, EngineReleasedError, FusionsDisabledError
 from hfpaged.quantization.summary import is_quantized
-from hfpaged.runtime.device.launched_step import NOTHING_TO_DRAW, LaunchedStep
+from hfpaged.runtime.computed_step import ComputedStep
+from hfpaged.runtime.device.launched_step import LaunchedStep
 from hfpaged.runtime.device.settlement import settle
 from hfpaged.runtime.draft_model import DraftModel
-from hfpaged.runtime.drawing import Outcome, Taker, draw_tokens, offer_logits, score_prompts, takers_of, wants_logits
+from hfpaged.runtime.drawing import draw_tokens, offer_logits, score_prompts, takers_of, wants_logits
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.live_request import LiveRequest
 from hfpaged.runtime.live_requests import LiveRequests
 from hfpaged.runtime.model_watch import ModelWatch
-from hfpaged.runtime.module_state import unpatched_class
+from hfpaged.runtime.patched_class import unpatched_class
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.sentinel import FusionsDisagree, Sentinel
 from hfpaged.runtime.speculation import Speculation
@@ -126,6 +127,7 @@ class Stepper:
         return self._speculation.step_cost.seconds(tokens)
 
     def _step(self, workspace: Workspace) -> bool:
+        """Plan a step, carry it out and commit it. Returns False when there is nothing to do in the workspace."""
         if workspace.adapters is not None:
             self.requests.end_without_adapter(workspace)
         began = time.perf_counter()
@@ -135,22 +137,11 @@ class Stepper:
         if plan is None:
             return self._settle_oldest(workspace)
         self.requests.note_started(plan, planned)
-        takers = takers_of(plan, self.live)
+        carry_out = self._compute if workspace.launcher is None else self._launch
         try:
             if workspace.adapters is not None:
                 workspace.adapters.assign(plan, {entry.id: self.live[entry.id].spec.adapter for entry in plan.entries})
-            draws = NOTHING_TO_DRAW if workspace.launcher is None else workspace.launcher.prepare(plan, self.live)
-            output = workspace.runner.run(plan, wants_logits(plan, takers), draws.table)
-            if self._sentinel is not None and workspace.launcher is None:
-                self._sentinel.check_numbers(workspace, plan, output)
-            ran = time.perf_counter()
-            if workspace.launcher is not None:
-                launched = workspace.launcher.launch(plan, self.live, draws, output, self._sentinel is not None)
-            else:
-                outcomes = draw_tokens(takers, output, self._sampler)
-                if self._sentinel is not None:
-                    self._sentinel.check_tokens(workspace, plan, self.live, outcomes)
-                prompt_logprobs = score_prompts(plan, self.live, output)
+            step, ran = carry_out(workspace, plan)
         except FusionsDisagree:
             self._on_corrupt_fusions(workspace, plan)
             return True
@@ -158,16 +149,11 @@ class Stepper:
             self._on_failed_step(workspace, plan, error)
             return True
         self._failed_once.discard(workspace)
-        if workspace.launcher is not None:
-            self._commit_ahead(workspace, launched)
-            self._count_step(planned, ran)
-            return True
-        self._commit(workspace, plan, takers, outcomes)
-        offer_logits(takers, output)
-        for request_id, logprobs in prompt_logprobs.items():
-            self.live[request_id].handle.add_prompt_logprobs(logprobs)
-        self.requests.deliver(outcomes)
-        self._speculation.step_cost.record(plan.num_tokens, ran - planned)
+        if isinstance(step, LaunchedStep):
+            self._commit_launched(workspace, step)
+        else:
+            self._commit_computed(workspace, step)
+            self._speculation.step_cost.record(plan.num_tokens, ran - planned)
         self._count_step(planned, ran)
         return True
 
@@ -183,23 +169,44 @@ class Stepper:
         for request_id, tokens in self._speculation.propose(spare, len(self.live)).items():
             self.workspaces.holding(request_id).scheduler.append_drafts(request_id, tokens)
 
-    def _commit(self, workspace: Workspace, plan: Plan, takers: Iterable[Taker], outcomes: Iterable[Outcome]) -> None:
-        sampled: dict[int, int | None] = {one.request.id: None for one, _ in takers}
-        accepted = {}
-        for outcome in outcomes:
-            request, tokens = outcome.live.request, outcome.tokens
-            if tokens:
-                sampled[request.id] = tokens[-1]
+    # ---- steps that are waited for ----
+
+    def _compute(self, workspace: Workspace, plan: Plan) -> tuple[ComputedStep, float]:
+        """Run the forward of a step and draw its tokens. Returns it, and when the forward had been run."""
+        takers = takers_of(plan, self.live)
+        output = workspace.runner.run(plan, wants_logits(plan, takers))
+        if self._sentinel is not None:
+            self._sentinel.check_numbers(workspace, plan, output)
+        ran = time.perf_counter()
+        outcomes = draw_tokens(takers, output, self._sampler)
+        if self._sentinel is not None:
+            self._sentinel.check_tokens(workspace, plan, self.live, outcomes)
+        return ComputedStep(plan, output, takers, outcomes, score_prompts(plan, self.live, output)), ran
+
+    def _commit_computed(self, workspace: Workspace, step: ComputedStep) -> None:
+        """Enter a computed step in the books, and deliver what it brought."""
+        accepted = step.accepted()
+        for outcome in step.outcomes:
+            request = outcome.live.request
             if request.draft_tokens:
-                if tokens:
-                    accepted[request.id] = len(tokens) - 1
                 self._speculation.learn(request.id, request.draft_tokens, accepted.get(request.id, 0))
-        workspace.scheduler.commit(plan, sampled, accepted)
-        workspace.runner.commit(plan)
+        workspace.scheduler.commit(step.plan, step.sampled(), accepted)
+        workspace.runner.commit(step.plan)
+        offer_logits(step.takers, step.output)
+        for request_id, logprobs in step.prompt_logprobs.items():
+            self.live[request_id].handle.add_prompt_logprobs(logprobs)
+        self.requests.deliver(step.outcomes)
 
     # ---- steps ahead of a device ----
 
-    def _commit_ahead(self, workspace: Workspace, launched: LaunchedStep) -> None:
+    def _launch(self, workspace: Workspace, plan: Plan) -> tuple[LaunchedStep, float]:
+        """Queue a step and its draws. Returns it, and when its forward had been queued."""
+        draws = workspace.launcher.prepare(plan, self.live)
+        output = workspace.runner.run(plan, wants_logits(plan, takers_of(plan, self.live)), draws.table)
+        ran = time.perf_counter()
+        return workspace.launcher.launch(plan, self.live, draws, output, self._sentinel is not None), ran
+
+    def _commit_launched(self, workspace: Workspace, launched: LaunchedStep) -> None:
         """Take a launched step over, and settle the one before."""
         if launched.requests:
             workspace.tier.feed_back(launched.drawn)

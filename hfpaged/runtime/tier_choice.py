@@ -17,8 +17,10 @@ from hfpaged.runtime.attention.interface import AheadBackend, AttentionBackend
 from hfpaged.runtime.device.ahead_tier import AheadTier
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.leaf_tier import LeafTier
+from hfpaged.runtime.module_tier import ModuleTier
+from hfpaged.runtime.program_tier import ProgramTier
 from hfpaged.runtime.thread_state import ThreadState
-from hfpaged.runtime.tiers import ModuleTier, ProgramTier, Tier
+from hfpaged.runtime.tier import Tier
 from hfpaged.runtime.view import EngineView
 
 logger = logging.getLogger(__name__)
@@ -52,7 +54,7 @@ def choose_tier(
     """
 
     def by_modules(reason: str) -> TierChoice:
-        return TierChoice(module_tier(config, view, backend, cache, state, fusions), reason)
+        return TierChoice(build_module_tier(config, view, backend, cache, state, fusions), reason)
 
     if fusions is None:
         return by_modules(FUSIONS_OFF)
@@ -82,7 +84,7 @@ def choose_tier(
     return by_modules(reason)
 
 
-def module_tier(
+def build_module_tier(
     config: EngineConfig,
     view: EngineView,
     backend: AttentionBackend,

@@ -5,41 +5,35 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from dataclasses import replace
-from pathlib import Path
-
-import psutil
-import torch
+from typing import NamedTuple
 
 from hfpaged.config import EngineConfig
 from hfpaged.core.block_pool import BlockPool
 from hfpaged.core.preemption import PreemptionPolicy
 from hfpaged.core.prefix_cache import PrefixCache
 from hfpaged.core.scheduler import Scheduler, SchedulerLimits
-from hfpaged.errors import ConfigError
 from hfpaged.fusion.catalogue import FUSIONS
 from hfpaged.fusion.flashinfer_catalogue import FLASHINFER_FUSIONS
 from hfpaged.fusion.product_catalogue import QUANTIZED_PRODUCTS
 from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.runtime.adapters import AdapterRows
-from hfpaged.runtime.attention.interface import AheadBackend
+from hfpaged.runtime.attention.interface import AheadBackend, AttentionBackend
 from hfpaged.runtime.attention.select import choose_backend
 from hfpaged.runtime.block_store import HostBlockStore
 from hfpaged.runtime.device.ahead_tier import AheadTier
 from hfpaged.runtime.device.launched_step import LaunchedStep, StepLauncher
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.latent import expand_latents, keep_latents
+from hfpaged.runtime.module_tier import ModuleTier
+from hfpaged.runtime.pool_size import pool_size
 from hfpaged.runtime.released_weights import ReleasedWeights
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.runner import Runner, probe_layers
+from hfpaged.runtime.step import SeenLayer
 from hfpaged.runtime.thread_state import ThreadState
-from hfpaged.runtime.tier_choice import choose_tier, module_tier, most_drawn_ahead
-from hfpaged.runtime.tiers import ModuleTier
+from hfpaged.runtime.tier_choice import build_module_tier, choose_tier, most_drawn_ahead
 from hfpaged.runtime.view import EngineView
 
-GIB = 1 << 30
-DEFAULT_SHARE_OF_FREE_MEMORY = 0.25
-# A million tokens. Beyond that the books of an otherwise idle pool cost more than they could save.
-MOST_DEFAULT_BLOCKS = 1 << 16
 # An unmeasured machine: one token of compute costs about as much as moving sixteen blocks to the host and back.
 SWAP_COST_PER_BLOCK = 1.0
 COMPUTE_COST_PER_TOKEN = 16.0
@@ -67,28 +61,19 @@ class Workspace:
         mixes_adapters: bool = False,
         fuses: bool = True,
     ):
-        # One that failed half-way may have left them.
-        expand_latents(view)
-        seen = probe_layers(view, state)
-        device, dtype = view.model.device, seen[0].dtype
-        self.view = view
-        self.state = state
         if mixes_adapters:
             config = replace(config, tier="modules", packed_only=False)
-        self.backend, self.rejected_backends = choose_backend(
-            config.attention_backend, device, dtype, [layer.shape for layer in seen], config.block_size
-        )
-        self._keeps_latents = keep_latents(view, self.backend)
-        if self._keeps_latents:
-            seen = probe_layers(view, state)
+        self._config = config
+        self.view = view
+        self.state = state
+        self.backend, self.rejected_backends, seen, self._keeps_latents = _choose_attention(view, state, config)
         self.bytes_per_block = KVCache.bytes_per_block(self.backend, seen)
-        num_blocks = config.num_blocks or _blocks_for_memory(config, device, self.bytes_per_block)
+        num_blocks = pool_size(config, view.model.device, self.bytes_per_block)
         self.store = HostBlockStore(capacity=num_blocks)
         is_ahead = isinstance(self.backend, AheadBackend)
         self.cache = KVCache(self.backend, seen, num_blocks, spare_blocks=1 if is_ahead else 0)
         view.step.bind(self.backend, self.cache.layers)
         self.fusions = FusionRegistry((*FUSIONS, *FLASHINFER_FUSIONS, *QUANTIZED_PRODUCTS))
-        self._config = config
         self.tier, self.tier_reason = choose_tier(
             config, view, self.backend, self.cache, state, self.fusions if fuses else None
         )
@@ -130,14 +115,40 @@ class Workspace:
             keep_latents(view, self.backend)
         probe_layers(view, self.state)
         view.step.bind(self.backend, self.cache.layers)
-        return module_tier(self._config, view, self.backend, self.cache, self.state, None)
+        return build_module_tier(self._config, view, self.backend, self.cache, self.state, None)
 
     def switch_to(self, view: EngineView, tier: ModuleTier | AheadTier, reason: str) -> None:
         """Go on with another tier. The keys and values stay."""
         self.view.step.unbind()
         self.tier.close()
         self.view, self.tier, self.tier_reason = view, tier, reason
-        self.runner.tier = tier
+        self.runner.switch_to(tier)
+
+
+class _AttentionChoice(NamedTuple):
+    """What computes attention, why not what would have been preferred, the layers, and whether they keep latents."""
+
+    backend: AttentionBackend
+    rejected: dict[str, str]
+    layers: list[SeenLayer]
+    keeps_latents: bool
+
+
+def _choose_attention(view: EngineView, state: ThreadState, config: EngineConfig) -> _AttentionChoice:
+    # A workspace that failed to be built may have left them.
+    expand_latents(view)
+    layers = probe_layers(view, state)
+    backend, rejected = choose_backend(
+        config.attention_backend,
+        view.model.device,
+        layers[0].dtype,
+        [layer.shape for layer in layers],
+        config.block_size,
+    )
+    keeps_latents = keep_latents(view, backend)
+    if keeps_latents:
+        layers = probe_layers(view, state)
+    return _AttentionChoice(backend, rejected, layers, keeps_latents)
 
 
 def _new_scheduler(
@@ -145,36 +156,3 @@ def _new_scheduler(
 ) -> Scheduler:
     policy = PreemptionPolicy(config.preemption, COMPUTE_COST_PER_TOKEN, SWAP_COST_PER_BLOCK, can_store=store.can_store)
     return Scheduler(pool, prefix_cache, SchedulerLimits(config.max_batch_tokens, config.max_requests), policy)
-
-
-def _blocks_for_memory(config: EngineConfig, device: torch.device, bytes_per_block: int) -> int:
-    """Blocks that `kv_memory_gib`, or by default a share of the free memory, has room for.
-
-    On the CPU the pool is reserved, not taken: the system commits a block's memory when it is first written.
-    """
-    if config.kv_memory_gib is not None:
-        blocks = int(config.kv_memory_gib * GIB // bytes_per_block)
-        if blocks < 1:
-            raise ConfigError(
-                f"kv_memory_gib={config.kv_memory_gib} is less than one block ({bytes_per_block / GIB:.4f} GiB)"
-            )
-        return blocks
-    has_own = device.type in ("cuda", "xpu")
-    free = torch.get_device_module(device).mem_get_info(device)[0] if has_own else free_host_memory()
-    return max(1, min(MOST_DEFAULT_BLOCKS, int(free * DEFAULT_SHARE_OF_FREE_MEMORY) // bytes_per_block))
-
-
-def free_host_memory() -> int:
-    """Bytes of memory that this process may still take: what the system has, or less if a cgroup (v1, v2) limits it."""
-    free = psutil.virtual_memory().available
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit, used = (Path(name).read_text().strip() for name in (limit_file, usage_file))
-        except OSError:
-            continue
-        if limit.isdigit():
-            free = min(free, max(0, int(limit) - int(used)))
-    return free

@@ -20,7 +20,7 @@ from hfpaged.cli.bench.queues import profile_queue, queue_table
 from hfpaged.cli.bench.report import Setting, json_lines, table
 from hfpaged.cli.bench.workload import BenchRequest
 from hfpaged.cli.main import main
-from hfpaged.patching import is_patched
+from hfpaged.patched_model import is_patched
 
 WORK = [BenchRequest([5, 6, 7, 8], 6), BenchRequest([9, 10], 3), BenchRequest(list(range(20, 60)), 9)]
 

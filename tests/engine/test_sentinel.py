@@ -11,10 +11,11 @@ import hfpaged
 from hfpaged.errors import CorruptOutputError
 from hfpaged.native import library
 from hfpaged.runtime.leaf_tier import LeafTier
+from hfpaged.runtime.program_tier import ProgramTier
 from hfpaged.runtime.runner import Runner
 from hfpaged.runtime.sentinel import REPEATS
+from hfpaged.runtime.tier import StepOutput
 from hfpaged.runtime.tier_choice import FUSIONS_OFF
-from hfpaged.runtime.tiers import ProgramTier, StepOutput
 
 PROMPTS = [[5, 17, 3, 99], [42, 8, 1, 60, 11]]
 NEW = 12

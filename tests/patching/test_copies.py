@@ -11,7 +11,7 @@ import torch
 from oracle import assert_stock_text, greedy
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hfpaged.patching import is_patched
+from hfpaged.patched_model import is_patched
 
 
 def through_torch_save(model):

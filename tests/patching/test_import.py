@@ -10,7 +10,7 @@ from engine.hooks import with_import_paths
 from transformers import PreTrainedModel
 
 import hfpaged
-from hfpaged import patching
+from hfpaged import patched_model, patching
 
 HFPAGED_FIRST = """
 import sys
@@ -42,7 +42,7 @@ def test_it_imports_nothing_and_models_have_the_methods_when_they_come():
 def test_models_that_were_there_have_the_methods(model):
     assert hfpaged.patch is patching.patch and hfpaged.unpatch is patching.unpatch
     assert PreTrainedModel.patch(model, num_blocks=16) is model and hfpaged.engine(model)
-    assert PreTrainedModel.unpatch(model) is model and not patching.is_patched(model)
+    assert PreTrainedModel.unpatch(model) is model and not patched_model.is_patched(model)
 
 
 def test_names_that_do_not_exist_are_refused_by_name():

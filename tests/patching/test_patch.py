@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import hfpaged
 from hfpaged.errors import AlreadyPatchedError, ConfigError, EngineReleasedError, NotPatchedError
-from hfpaged.patching import is_patched
+from hfpaged.patched_model import is_patched
 
 
 def test_the_class_passes_every_check_of_the_original(model):

@@ -15,7 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import LlamaForCausalLM
 
 import hfpaged
-from hfpaged.patching import is_patched
+from hfpaged.patched_model import is_patched
 
 
 def lora(**fields):

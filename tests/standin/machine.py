@@ -14,7 +14,7 @@ from standin.fake_flashinfer import fake_flashinfer
 from standin.fake_wrappers import DTYPES
 
 from hfpaged.quantization import memory_layout
-from hfpaged.runtime import workspace
+from hfpaged.runtime import pool_size
 from hfpaged.runtime.attention import flashinfer_backend, flashinfer_probe, interface
 from hfpaged.runtime.attention.interface import KVTensors, LayerShape
 from hfpaged.runtime.attention.native_backend import NativeBackend
@@ -51,5 +51,5 @@ def stand_in() -> Iterator[StandIn]:
         patch.setattr(backend, "allocate", allocate_poisoned)
         patch.setattr(NativeBackend, "device_types", frozenset())
         # To poison a pool is to write all of it, and engines under test are many.
-        patch.setattr(workspace, "MOST_DEFAULT_BLOCKS", 256)
+        patch.setattr(pool_size, "MOST_DEFAULT_BLOCKS", 256)
         yield StandIn(device, library)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from standin.fake_accelerator import FakeAccelerator
 
-from hfpaged.runtime import workspace
+from hfpaged.runtime import pool_size
 from hfpaged.runtime.attention import interface, triton_backend, triton_launch
 from hfpaged.runtime.attention.interface import KVTensors, LayerShape
 from hfpaged.runtime.attention.native_backend import NativeBackend
@@ -82,5 +82,5 @@ def triton_machine() -> Iterator[FakeAccelerator]:
         patch.setattr(backend, "allocate", allocate_poisoned)
         patch.setattr(NativeBackend, "device_types", frozenset())
         # To poison a pool is to write all of it.
-        patch.setattr(workspace, "MOST_DEFAULT_BLOCKS", 256)
+        patch.setattr(pool_size, "MOST_DEFAULT_BLOCKS", 256)
         yield device

@@ -14,8 +14,9 @@ from hfpaged.runtime.device.draws import Drawer, StepTensors
 from hfpaged.runtime.device.fused_forwards import FusedForwards
 from hfpaged.runtime.device.inputs import InputWriter, StepInputs
 from hfpaged.runtime.device.pieces import PieceRecorder
+from hfpaged.runtime.module_tier import PackedForward
 from hfpaged.runtime.thread_state import ThreadState
-from hfpaged.runtime.tiers import PackedForward, StepOutput, Tier
+from hfpaged.runtime.tier import StepOutput, Tier
 from hfpaged.runtime.view import EngineView
 
 

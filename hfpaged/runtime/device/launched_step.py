@@ -11,8 +11,8 @@ import torch
 from hfpaged.core.plan import UNKNOWN_TOKEN, Plan
 from hfpaged.runtime.device.accelerator import Accelerator, Mark
 from hfpaged.runtime.live_request import LiveRequest
-from hfpaged.runtime.tiers import StepOutput
-from hfpaged.sampling.draw_table import NO_DRAWS, Draw, DrawTable
+from hfpaged.runtime.tier import StepOutput
+from hfpaged.sampling.draw_table import Draw, DrawTable
 
 
 class StepDraws(NamedTuple):
@@ -33,9 +33,6 @@ class StepDraws(NamedTuple):
     def ids(self) -> frozenset[int]:
         """Of all requests that it draws for."""
         return frozenset(live.request.id for live in (*self.requests, *(live for live, _ in self.verified)))
-
-
-NOTHING_TO_DRAW = StepDraws([], [], NO_DRAWS)
 
 
 @dataclass
