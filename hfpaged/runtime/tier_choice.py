@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -66,22 +67,40 @@ def choose_tier(
         "program": lambda: ProgramTier(StepProgram.build(view.model, threads, fusions), cache),
         "leaves": lambda: LeafTier(view, backend, state, threads, fusions),
     }
-    reasons = [ASKED_FOR] if config.tier == "leaves" else []
-    for name, build in builders.items():
-        if config.tier not in ("auto", name):
-            continue
-        try:
-            _require_native(backend, state)
-            return TierChoice(build(), "; ".join(reasons) or None)
-        except NotRecognized as error:
-            if config.tier == name:
-                raise ConfigError(f"tier={name!r} cannot run this model: {error.reason}") from error
-            reasons.append(error.reason)
-    reason = "; ".join(dict.fromkeys(reasons))
+    tier, refused = _first_that_builds(config.tier, builders, lambda: _require_native(backend, state))
+    reason = "; ".join(dict.fromkeys(refused))
+    if tier is not None:
+        return TierChoice(tier, ASKED_FOR if config.tier == "leaves" else reason or None)
     if config.packed_only:
         raise ConfigError(f"packed_only=True needs packed weights, which this model cannot run on: {reason}")
     logger.info("hfpaged runs %s by its modules: %s", type(view.model).__name__, reason)
     return by_modules(reason)
+
+
+def _first_that_builds(
+    name: str, builders: dict[str, Callable[[], Tier]], check: Callable[[], None]
+) -> tuple[Tier | None, list[str]]:
+    """The first of the tiers that can be built, or the one of that name, and why not those before it.
+
+    Args:
+        name: a tier, or "auto".
+        check: raises NotRecognized where none of them can run.
+
+    Raises:
+        ConfigError: the named tier cannot run this model; the message says why.
+    """
+    refused: list[str] = []
+    for one, build in builders.items():
+        if name not in ("auto", one):
+            continue
+        try:
+            check()
+            return build(), refused
+        except NotRecognized as error:
+            if name == one:
+                raise ConfigError(f"tier={name!r} cannot run this model: {error.reason}") from error
+            refused.append(error.reason)
+    return None, refused
 
 
 def build_module_tier(
