@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hfpaged.cli.generate import end_tokens
 from hfpaged.demo.lane import Lane, Track
+from hfpaged.models.end_tokens import end_tokens
 
 
 def warm_up(twin: PreTrainedModel, prompt: Sequence[int]) -> None:
@@ -73,7 +73,7 @@ def _inputs(twin: PreTrainedModel, prompts: Sequence[Sequence[int]], pad: int) -
 class _TrackWriter(BaseStreamer):
     """Writes each row's tokens to its track, up to and with its first end token; padding follows that."""
 
-    def __init__(self, tracks: Sequence[Track], ends: frozenset[int]):
+    def __init__(self, tracks: Sequence[Track], ends: Container[int]):
         self._tracks = tracks
         self._ends = ends
         self._is_prompt = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ import hfpaged
 from hfpaged.cli.arguments import add_model_options, positive_float, positive_int, seed, share
 from hfpaged.cli.prompts import DEFAULT_PROMPTS, encode, last_line
 from hfpaged.errors import InputError
+from hfpaged.models.end_tokens import end_tokens
 from hfpaged.models.loading import load, set_threads
 
 NAME = "generate"
@@ -156,15 +157,7 @@ def equal_rows(
     ]
 
 
-def end_tokens(model: PreTrainedModel) -> frozenset[int]:
-    """The token ids that end a sequence, by the model's generation config."""
-    ends = model.generation_config.eos_token_id
-    if ends is None:
-        return frozenset()
-    return frozenset([ends] if isinstance(ends, int) else ends)
-
-
-def cut_after_end(row: Sequence[int], ends: frozenset[int]) -> list[int]:
+def cut_after_end(row: Sequence[int], ends: Container[int]) -> list[int]:
     """The row up to and with its first end token; padding follows it."""
     for index, token in enumerate(row):
         if token in ends:

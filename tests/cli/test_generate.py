@@ -85,8 +85,8 @@ def test_a_different_float32_text_fails_the_command(capsys: pytest.CaptureFixtur
 
 
 def test_rows_end_with_their_first_end_token() -> None:
-    assert cut_after_end([4, 5, 2, 0, 0], frozenset({2, 3})) == [4, 5, 2]
-    assert cut_after_end([4, 5], frozenset({2})) == [4, 5]
+    assert cut_after_end([4, 5, 2, 0, 0], (2, 3)) == [4, 5, 2]
+    assert cut_after_end([4, 5], (2,)) == [4, 5]
 
 
 def test_default_prompts_are_unequal_and_some_share_a_long_prefix() -> None:

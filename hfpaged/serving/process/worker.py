@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedModel
 import hfpaged
 from hfpaged.generation.engine import Engine
 from hfpaged.generation.rows import output_size
+from hfpaged.models.end_tokens import end_tokens
 from hfpaged.models.load_progress import weights_progress
 from hfpaged.models.loading import load_model, set_threads
 from hfpaged.serving.process.core_loop import CoreLoop
@@ -87,7 +88,6 @@ def _load(settings: CoreSettings, report: Callable[[str, float], None]) -> tuple
 
 def _model_info(model: PreTrainedModel, engine: Engine) -> ModelInfo:
     stats = engine.stats()
-    eos = model.generation_config.eos_token_id
     return ModelInfo(
         model_type=model.config.model_type,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -96,7 +96,7 @@ def _model_info(model: PreTrainedModel, engine: Engine) -> ModelInfo:
         max_length=getattr(model.config, "max_position_embeddings", None),
         block_size=stats["block_size"],
         num_blocks=stats["blocks_total"],
-        eos_token_ids=[] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+        eos_token_ids=list(end_tokens(model)),
         defaults=_sampling_defaults(model.generation_config),
     )
 
