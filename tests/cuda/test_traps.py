@@ -11,6 +11,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 
 BACKEND, CAPTURED = "cuda/test_backend.py", "cuda/test_captured_steps.py"
+DRAWS = "cuda/test_captured_draws.py"
 # Trap -> the test that would notice it.
 TESTED = {
     "a plan's dtype is float16 unless given":
@@ -58,7 +59,7 @@ TESTED = {
         f"{CAPTURED}::test_capturing_stops_when_its_memory_is_used_up",
     "slots beyond a request's length hold anything": "cuda/test_parity.py::test_preempted_by",
     "random numbers freeze in graphs and depend on the row":
-        f"{CAPTURED}::test_what_rows_draw_in_captured_steps_is_what_the_host_draws_and_no_mixture_needs_another_capture",
+        f"{DRAWS}::test_what_rows_draw_in_captured_steps_is_what_the_host_draws_and_no_mixture_needs_another_capture",
     "top-k and top-p keep other tokens among equals":
         "sampling/test_device_draw.py::test_all_kinds_of_rows_at_once_draw_what_the_host_draws",
     "norms read weights in the dtype of their input":
