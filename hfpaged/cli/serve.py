@@ -122,6 +122,8 @@ def run(args: argparse.Namespace) -> int:
 def _import_serving() -> ModuleType:
     try:
         from hfpaged.serving import server
+    except MissingDependencyError:
+        raise
     except ImportError as error:
         raise MissingDependencyError(f"hfpaged serve needs {error.name}: pip install 'hfpaged[serve]'") from error
     return server

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hfpaged.cli import env, main
-from hfpaged.errors import ConfigError
+from hfpaged.errors import ConfigError, MissingDependencyError
 from hfpaged.native import library
 
 
@@ -89,3 +91,11 @@ def test_env_names_the_instruction_set_of_working_kernels(monkeypatch: pytest.Mo
     monkeypatch.setattr(library, "unavailable", lambda: None)
     monkeypatch.setattr(library, "isa", lambda: "avx2")
     assert env.kernels() == "on, avx2"
+
+
+def test_a_package_that_an_engine_process_lacks_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("hfpaged.serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "msgspec", None)
+    with pytest.raises(MissingDependencyError, match=r"msgspec: pip install 'hfpaged\[serve\]'"):
+        importlib.import_module("hfpaged.serving.process.client")
