@@ -21,7 +21,8 @@ MAKERS = {
     WeightFormat.INT4: (make.int4_compressed, 32),
 }
 LIMITS = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}
-ROWS = (1, 2, 3, 5, 6, 7, 13, 16, 17, 40)
+# From 128 rows on, panels are unpacked.
+ROWS = (1, 2, 3, 5, 6, 7, 13, 16, 17, 40, 127, 128, 149)
 
 
 @pytest.fixture(params=library.ISAS)
@@ -79,14 +80,16 @@ def test_every_code_times_every_scale_is_exact(isa, form, dtype):
     typed = scales.view(torch.float8_e4m3fn) if form is WeightFormat.NVFP4 else scales
     linear = PackedLinear(QuantizedLinear(form, codes, typed, (1, group)))
     weight = linear.record().dequantize().T.to(dtype)
-    assert torch.equal(linear(torch.eye(group, dtype=dtype)), weight)
+    for copies in (1, 8):
+        assert torch.equal(linear(torch.eye(group, dtype=dtype).repeat(copies, 1)), weight.repeat(copies, 1))
     for row in range(group):
         assert torch.equal(linear(torch.eye(group, dtype=dtype)[row : row + 1]), weight[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_a_row_has_the_same_bits_in_every_batch_and_thread_count(isa, dtype):
-    linear, _ = packed_linear(WeightFormat.NVFP4, 200, 96)
+@pytest.mark.parametrize("form", MAKERS)
+def test_a_row_has_the_same_bits_in_every_batch_and_thread_count(isa, form, dtype):
+    linear, _ = packed_linear(form, 200, 96)
     x = torch.randn(max(ROWS), 96).to(dtype)
     alone = torch.cat([linear(row[None]) for row in x])
     for threads in (1, 2):

@@ -258,14 +258,14 @@ inline int row_tiles_of(int rows) {
 
 // The same for weights in 4 bits (strips_kernel.h).
 template <class T>
-Units strip_units_of(int rows, int panels);
+Units strip_units_of(int rows, const StripWeight& weight, int panels);
 template <class T, class Epilogue>
 void multiply_strips(const InputRows<T>& in, const StripWeight& weight, int panels, int64_t begin, int64_t end,
                      const Strip* next, Epilogue& epilogue);
 
 template <class T>
 inline Units units_of(int rows, const PackedWeight& weight) {
-  if (weight.strips) return strip_units_of<T>(rows, weight.panel_count());
+  if (weight.strips) return strip_units_of<T>(rows, *weight.strips, weight.panel_count());
   int row_tiles = row_tiles_of<T>(rows);
   return {row_tiles, static_cast<int64_t>(weight.panel_count()) * row_tiles};
 }

@@ -149,6 +149,31 @@ inline void strip_kernel_for_rows(int rows, const StripTileArgs<T>& args,
   strip_kernel<T, kScales, Rows, Vectors>(args, table, tile, first_vector);
 }
 
+#if defined(__AVX512BF16__)
+template <class T, ScaleKind kScales>
+void unpack_panel(const StripTileArgs<T>& args, uint32_t* words) {
+  using Step = PairStep<T, kScales>;
+  static_assert(kUnpacks<T, kScales> && !Step::kScalesSums);
+  typename Step::Table table(args.codes);
+  int64_t word = 0;
+  for (int group = 0; group < args.groups; group++) {
+    typename Step::Scale scales[kPanelVectors];
+    load_scales_of_group<T, kScales>(args, group, scales);
+    for (int i = 0; i < group_words_of<kScales>(args.group_words); i++, word++, words += 4 * kPanelColumns)
+#pragma GCC unroll 4
+      for (int v = 0; v < kPanelVectors; v++) {
+        typename Step::Words codes = Step::load(args.strips[v].codes + word * kStripColumns);
+        if (args.ahead) __builtin_prefetch(args.ahead[v].codes + word * kStripColumns, 0, 2);
+        __m512i* pairs = reinterpret_cast<__m512i*>(words) + v;
+        pairs[0 * kPanelVectors] = Step::template decode<0, Load::kDecoding>(codes, scales[v], table);
+        pairs[1 * kPanelVectors] = Step::template decode<1, Load::kDecoding>(codes, scales[v], table);
+        pairs[2 * kPanelVectors] = Step::template decode<2, Load::kDecoding>(codes, scales[v], table);
+        pairs[3 * kPanelVectors] = Step::template decode<3, Load::kDecoding>(codes, scales[v], table);
+      }
+  }
+}
+#endif
+
 template <class T, ScaleKind kScales>
 void strip_tile(int rows, StripTileArgs<T> args, Tile& tile) {
   typename PairStep<T, kScales>::Table table(args.codes);

@@ -12,6 +12,10 @@ HFP_INSTANTIATE(float)
 HFP_INSTANTIATE(bf16)
 HFP_INSTANTIATE(fp16)
 #undef HFP_INSTANTIATE
+#if defined(__AVX512BF16__)
+template void unpack_panel<bf16, ScaleKind::kE4m3>(const StripTileArgs<bf16>&, uint32_t*);
+template void unpack_panel<bf16, ScaleKind::kE8m0>(const StripTileArgs<bf16>&, uint32_t*);
+#endif
 
 namespace {
 
@@ -32,7 +36,7 @@ void linear(const HfpStripsArgs& args, Share share) {
       }
     }
   };
-  int64_t units = strip_units_of<T>(in.count, panels).count;
+  int64_t units = strip_units_of<T>(in.count, args.weight, panels).count;
   multiply_strips<T>(in, args.weight, panels, share.begin(units), share.end(units), nullptr, store);
 }
 
