@@ -82,8 +82,14 @@ class LeafTier(Tier):
     def on_weights_changed(self) -> None:
         """Pack the new weights. What cannot be a leaf any more runs as it is from now on."""
         if self._leaves is not None and not self._is_refreshed(self._leaves):
-            self._leaves = None
+            self.close()
             self._leaves = self._found_anew()
+
+    def close(self) -> None:
+        """See `Tier.close`. By its modules it can run on."""
+        if self._leaves is not None:
+            self._leaves.remove()
+            self._leaves = None
 
     @staticmethod
     def _is_refreshed(leaves: Leaves) -> bool:

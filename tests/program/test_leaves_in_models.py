@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import FunctionType, MethodType
 
 import pytest
 import torch
@@ -245,6 +246,40 @@ def test_an_odd_linear_module_keeps_its_forward_and_the_others_are_leaves(change
     assert stats(model)["tier_refusals"][reason] == 1
     assert native(model)["layer"] == 3 and native(model)["attention"] == 1 and native(model)["linear"] == 2
     assert "model.layers.1.mlp.up_proj" not in places(model)
+
+
+def rounding(self, x):
+    return type(self).forward(self, (x * 8).round() / 8)
+
+
+def adding_nothing(self, x):
+    return type(self).forward(self, x)
+
+
+@pytest.mark.parametrize(("forward", "layers"), [(rounding, 3), (adding_nothing, 4)])
+def test_a_forward_that_a_library_wrapped_runs_unless_it_does_what_it_wraps(forward, layers):
+    model = build("llama")
+    module = model.model.layers[1].mlp.down_proj
+    # The engine knows those of compressed-tensors by where they were written.
+    written = FunctionType(forward.__code__, {"__name__": "compressed_tensors.quantization"})
+    module.forward = MethodType(written, module)
+    model.patch(tier="leaves")
+    for _ in range(2):
+        assert_stock_text(model)
+        assert native(model)["layer"] == layers
+        view = hfpaged.engine(model)._stepper.workspaces._view.model
+        hfpaged.engine(model).release()
+        assert view.model.layers[1].mlp.down_proj.forward.__func__ is written
+
+
+def test_native_forwards_are_gone_after_a_release_whoever_still_looks_at_the_workspace():
+    model = build("llama").patch(tier="leaves")
+    engine = hfpaged.engine(model)
+    for _ in range(2):
+        assert_stock_text(model)
+        looked_at = engine._stepper.workspaces.current  # as the statistics do, in another thread
+        engine.release()
+        assert places(model) == [] and not looked_at.scheduler.requests
 
 
 def test_adapters_run_around_native_base_layers():

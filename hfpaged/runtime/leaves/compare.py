@@ -15,6 +15,7 @@ from hfpaged.program.trace import Trace
 from hfpaged.program.verify import row_errors
 from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward
 from hfpaged.runtime.leaves.linear_leaf import linear_of
+from hfpaged.runtime.leaves.placing import put_in_place, take_away
 from hfpaged.runtime.leaves.reference_attention import ReferenceAttention
 from hfpaged.runtime.step import StepContext
 
@@ -116,13 +117,11 @@ class LeafComparison:
 
 @contextmanager
 def _forwards(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
-    for module, forward in forwards.items():
-        vars(module)["forward"] = forward
+    places = put_in_place(forwards)
     try:
         yield
     finally:
-        for module in forwards:
-            del vars(module)["forward"]
+        take_away(places)
 
 
 def _random_rows(module: nn.Module) -> torch.Tensor:

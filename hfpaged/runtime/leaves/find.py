@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from hfpaged.runtime.leaves.attention_leaf import AttentionLeaf
 from hfpaged.runtime.leaves.head_leaf import HeadLeaf
 from hfpaged.runtime.leaves.kernels import LeafKernels
 from hfpaged.runtime.leaves.layer_leaf import LayerLeaf
-from hfpaged.runtime.leaves.leaf import Leaf
+from hfpaged.runtime.leaves.leaf import Leaf, own_forward
 from hfpaged.runtime.leaves.linear_leaf import LINEAR_CLASSES, LinearLeaf, linear_of
 from hfpaged.runtime.leaves.mlp_leaf import MlpLeaf
 from hfpaged.runtime.leaves.norm_leaf import NormLeaf
@@ -50,6 +51,7 @@ class LeafFinder:
         self._order = {id(call): index for index, call in enumerate(trace.calls)}
         for call in trace.calls:
             self._calls[call.module].append(call)
+        self._wrapped = {module for module in self._names if self._is_wrapped(module)}
         self._covered: set[nn.Module] = set()
         self._leaves: list[Leaf] = []
 
@@ -145,6 +147,7 @@ class LeafFinder:
         return all(_has_one_argument(call) and call.input is call.args[0] for call in calls)
 
     def _norm(self, module: nn.Module) -> Leaf:
+        self._require_unwrapped(module)
         kinds = {(call.input.shape[-1], call.input.dtype) for call in self._calls[module]}
         if len(kinds) > 1:
             raise NotRecognized(f"{type(module).__name__} is given rows of different widths or dtypes")
@@ -160,7 +163,11 @@ class LeafFinder:
             return
         logits = self._trace.logits
         if torch.equal(calls[0].result.reshape(logits.shape).to(logits.dtype), logits):
-            self._try("head", lambda: HeadLeaf(self._names[head], head, self._gate, self._kernels))
+            self._try("head", lambda: self._head(head))
+
+    def _head(self, head: nn.Module) -> Leaf:
+        self._require_unwrapped(head)
+        return HeadLeaf(self._names[head], head, self._gate, self._kernels)
 
     def _linear_groups(self) -> Iterator[dict[str, nn.Module]]:
         """Linear modules that no other leaf covers, with those that were given the same tensor."""
@@ -181,14 +188,34 @@ class LeafFinder:
 
     def _is_admitted(self, module: nn.Module) -> bool:
         try:
+            self._require_unwrapped(module)
             self._gate.linear(linear_of(module))
-        except FusionRefused as refused:
+        except (FusionRefused, NotRecognized) as refused:
             self.refuse("linear", refused.reason)
             return False
         return True
 
+    def _is_wrapped(self, module: nn.Module) -> bool:
+        """Whether it has a forward of its own that may do more than its class's: rounding, for a quantized model."""
+        if "forward" not in vars(module):
+            return False
+        if module._modules or not self._calls[module]:
+            return True
+        own = own_forward(module)
+        with torch.inference_mode(False), torch.no_grad():
+            return not all(_equals(own(*call.args, **call.kwargs), call.output) for call in self._calls[module])
+
+    def _require_unwrapped(self, module: nn.Module) -> None:
+        wrapped = next((part for part in module.modules() if part in self._wrapped), None)
+        if wrapped is not None:
+            raise NotRecognized(f"a {type(wrapped).__name__} has a forward of its own")
+
     def _require_no_more(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
-        """Refuse a module with parameters beside those of `parts`: its description may not be all of it."""
+        """Refuse a module with parameters beside those of `parts`: its description may not be all of it.
+
+        Nor is it where a module in it does more than its class.
+        """
+        self._require_unwrapped(module)
         known = {id(parameter) for part in parts for parameter in part.parameters(recurse=False)}
         if not known.issuperset(id(parameter) for parameter in module.parameters()):
             raise NotRecognized(f"{type(module).__name__} has more parameters than were recognized")
@@ -199,6 +226,10 @@ def _parts_of_attention(attention: Attention) -> list[nn.Module]:
     linears = (attention.query, attention.key, attention.value, attention.output)
     norms = [norm for norm in (attention.query_norm, attention.key_norm) if norm is not None]
     return [*([attention.module] if attention.sinks else []), *(part.module for part in (*linears, *norms))]
+
+
+def _equals(one: Any, other: Any) -> bool:
+    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
 
 
 def _has_one_argument(call: ModuleCall) -> bool:

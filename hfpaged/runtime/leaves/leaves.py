@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
 
 from torch import nn
 
@@ -18,12 +16,13 @@ from hfpaged.runtime.leaves.compare import LeafComparison
 from hfpaged.runtime.leaves.find import LeafFinder
 from hfpaged.runtime.leaves.head_leaf import HeadLeaf
 from hfpaged.runtime.leaves.kernels import LeafKernels
-from hfpaged.runtime.leaves.leaf import Forward, Leaf
+from hfpaged.runtime.leaves.leaf import Leaf
+from hfpaged.runtime.leaves.placing import put_in_place, take_away
 from hfpaged.runtime.view import EngineView
 
 
 class Leaves:
-    """Native forwards in the `__dict__` of modules of one view, until this object is dropped.
+    """Native forwards in the `__dict__` of modules of one view, until they are removed or this object is dropped.
 
     Attributes:
         kernels: wants to know of every step.
@@ -38,9 +37,6 @@ class Leaves:
         Raises:
             NotRecognized: there are none, or the forward of a few random tokens fails.
         """
-        for module in view.model.modules():
-            # Of earlier leaves that something holds on to, the traceback of a failed step perhaps.
-            vars(module).pop("forward", None)
         self.kernels = LeafKernels()
         trace = trace_forward(view.model)
         finder = LeafFinder(view.model, trace, LeafGate(fusions), self.kernels)
@@ -85,17 +81,12 @@ class Leaves:
                 finder.refuse("differs", reason)
         return leaves
 
+    def remove(self) -> None:
+        """Leave the view as it was. Something may hold on to this object: a traceback, or a thread that looks at it."""
+        self._finalizer()
+
     def _install(self) -> None:
-        places = []
-        for leaf in self._leaves:
-            for name, forward in leaf.forwards().items():
-                places.append((vars(leaf.modules[name]), forward))
-                places[-1][0]["forward"] = forward
-        # A forward refers to its module. Taking it away ends the cycle, and leaves the view as it was.
-        weakref.finalize(self, _take_away, places).atexit = False
-
-
-def _take_away(places: Iterable[tuple[dict[str, Any], Forward]]) -> None:
-    for attributes, forward in places:
-        if attributes.get("forward") is forward:
-            del attributes["forward"]
+        forwards = {leaf.modules[name]: forward for leaf in self._leaves for name, forward in leaf.forwards().items()}
+        # A forward refers to its module. Taking it away ends the cycle.
+        self._finalizer = weakref.finalize(self, take_away, put_in_place(forwards))
+        self._finalizer.atexit = False
