@@ -1,7 +1,7 @@
 """Everything that differs between the Transformers releases hfpaged supports (5.17 and newer), chosen by feature test.
 
 `past_key_values` became `cache` (forward argument, model keyword and output field) in 5.24; nothing else in
-hfpaged mentions either name.
+hfpaged depends on either name.
 """
 
 from __future__ import annotations

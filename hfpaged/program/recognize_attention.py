@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from hfpaged.compat import CACHE_NAMES
 from hfpaged.program.abi import RotaryStyle
 from hfpaged.program.description import Attention, Linear, Norm, NotRecognized, is_linear
 from hfpaged.program.norms import identify_norm
@@ -15,7 +16,7 @@ from hfpaged.program.rotary import find_rotary_call, identify_rotation
 from hfpaged.program.trace import AttentionCall, ModuleCall, Trace, same_memory
 
 # Options of the attention interface that change nothing for a causal, packed, inference-only step.
-_NEUTRAL_OPTIONS = frozenset({"position_ids", "position_embeddings", "layer_idx", "cache_position", "cache"})
+_NEUTRAL_OPTIONS = frozenset({"position_ids", "position_embeddings", "layer_idx", "cache_position", *CACHE_NAMES})
 
 
 @dataclass

@@ -139,6 +139,11 @@ class GenerationHandle:
             logits, self._next_logits = self._next_logits, None
         return logits
 
+    def begin(self, at: float) -> None:
+        """The request takes part in a step that began at this time. Only the first one counts."""
+        if self.started_at is None:
+            self.started_at = at
+
     def add_prompt_logprobs(self, logprobs: Sequence[TokenLogprob | None]) -> None:
         """More of the prompt's tokens were scored."""
         self.prompt_logprobs += logprobs

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hfpaged.runtime.attention.interface import AheadBackend, AttentionBackend
 from hfpaged.runtime.block_mover import BlockMover, DirectMover
 from hfpaged.runtime.device.queued_mover import QueuedMover
-from hfpaged.runtime.step import LayerKV, SeenLayer
+from hfpaged.runtime.paged_attention import LayerKV, SeenLayer
 
 
 class KVCache:

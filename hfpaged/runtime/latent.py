@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hfpaged.runtime.attention.interface import AttentionBackend, LatentShape
-from hfpaged.runtime.step import LATENT_PLACE as PLACE
+from hfpaged.runtime.paged_attention import LATENT_PLACE as PLACE
 from hfpaged.runtime.view import EngineView
 
 # Where Transformers' modules expand what they would cache; releases before 5.24 have no such method.

@@ -72,8 +72,7 @@ class LiveRequests:
         """Tell the handles of requests that are in a step for the first time."""
         for entry in plan.entries:
             if entry.full_table is not None:
-                handle = self.by_id[entry.id].handle
-                handle.started_at = handle.started_at or now
+                self.by_id[entry.id].handle.begin(now)
 
     def deliver(self, outcomes: Sequence[Outcome]) -> None:
         """Hand tokens to their callers, and end the requests that have ended."""

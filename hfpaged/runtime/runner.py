@@ -11,7 +11,7 @@ from hfpaged.errors import UnsupportedModelError
 from hfpaged.runtime.batch import BlockTables
 from hfpaged.runtime.block_store import BlockStore
 from hfpaged.runtime.kv_cache import KVCache
-from hfpaged.runtime.step import SeenLayer
+from hfpaged.runtime.paged_attention import SeenLayer
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.runtime.tier import StepOutput, Tier
 from hfpaged.runtime.view import EngineView

@@ -29,8 +29,8 @@ from hfpaged.runtime.module_state import (
     snapshot,
     walk_modules,
 )
+from hfpaged.runtime.paged_attention import StepContext
 from hfpaged.runtime.rope import pin_frequencies
-from hfpaged.runtime.step import StepContext
 
 Layout = list[tuple[torch.device, torch.dtype, torch.Size]]
 

@@ -21,15 +21,16 @@ from hfpaged.runtime.attention.interface import AheadBackend, AttentionBackend
 from hfpaged.runtime.attention.select import choose_backend
 from hfpaged.runtime.block_store import HostBlockStore
 from hfpaged.runtime.device.ahead_tier import AheadTier
-from hfpaged.runtime.device.launched_step import LaunchedStep, StepLauncher
+from hfpaged.runtime.device.launched_step import LaunchedStep
+from hfpaged.runtime.device.step_launcher import StepLauncher
 from hfpaged.runtime.kv_cache import KVCache
 from hfpaged.runtime.latent import expand_latents, keep_latents
 from hfpaged.runtime.module_tier import ModuleTier
+from hfpaged.runtime.paged_attention import SeenLayer
 from hfpaged.runtime.pool_size import pool_size
 from hfpaged.runtime.released_weights import ReleasedWeights
 from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.runtime.runner import Runner, probe_layers
-from hfpaged.runtime.step import SeenLayer
 from hfpaged.runtime.thread_state import ThreadState
 from hfpaged.runtime.tier_choice import build_module_tier, choose_tier, most_drawn_ahead
 from hfpaged.runtime.view import EngineView

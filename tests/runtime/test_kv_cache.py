@@ -10,7 +10,7 @@ from hfpaged.runtime.attention.interface import LayerShape
 from hfpaged.runtime.attention.native_backend import NativeBackend
 from hfpaged.runtime.attention.torch_backend import TorchBackend
 from hfpaged.runtime.kv_cache import KVCache
-from hfpaged.runtime.step import SeenLayer
+from hfpaged.runtime.paged_attention import SeenLayer
 
 SHAPE = LayerShape(num_kv_heads=2, key_dim=4, value_dim=6)
 BLOCKS = 6

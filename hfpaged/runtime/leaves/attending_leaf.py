@@ -17,7 +17,7 @@ from hfpaged.runtime.attention.interface import AttentionParams
 from hfpaged.runtime.leaves.argument import Argument
 from hfpaged.runtime.leaves.kernels import LeafKernels
 from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
-from hfpaged.runtime.step import StepContext
+from hfpaged.runtime.paged_attention import StepContext
 
 
 class AttendingLeaf(Leaf):

@@ -20,7 +20,7 @@ from hfpaged.program.step_arrays import CachePointers, make_step
 from hfpaged.runtime.batch import StepBatch
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.usage import CpuUsage
-from hfpaged.runtime.step import LayerKV
+from hfpaged.runtime.paged_attention import LayerKV
 
 # A call is worth several threads for this much work at least; one thread does about so many elements of norms a second.
 _THREAD_SECONDS = 3e-5

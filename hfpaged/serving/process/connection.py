@@ -196,7 +196,7 @@ class Connection:
         if handle is None:
             return
         if output.queue_seconds is not None:
-            handle.started_at = handle.submitted_at + output.queue_seconds
+            handle.begin(handle.submitted_at + output.queue_seconds)
         if output.prompt_logprobs:
             handle.add_prompt_logprobs(output.prompt_logprobs)
         if output.tokens:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from hfpaged.compat import ATTENTION_NAME
+from hfpaged.compat import ATTENTION_NAME, CACHE_NAMES
 from hfpaged.errors import HfpagedError, UnsupportedModelError
 from hfpaged.runtime.attention.interface import AttentionBackend, AttentionParams, LatentShape, LayerShape
 
@@ -24,7 +24,7 @@ LATENT_PLACE = "_hfpaged_latent"
 # Arguments that modeling code passes along and that change nothing for a packed, causal, inference-only step.
 NEUTRAL_ARGUMENTS = frozenset(
     {
-        "position_ids", "position_embeddings", "use_cache", "cache", "past_key_values", "output_attentions",
+        "position_ids", "position_embeddings", "use_cache", *CACHE_NAMES, "output_attentions",
         "output_hidden_states", "output_router_logits", "return_dict", "is_causal", "cache_position", "layer_idx",
         "deterministic", "target_dtype", "logits_to_keep", "num_items_in_batch", "output_router_probs",
     }
