@@ -10,7 +10,8 @@ from torch import nn
 from hfpaged.fusion.registry import FusionRegistry
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
-from hfpaged.runtime.leaves.leaf import Forward, Leaf
+from hfpaged.runtime.leaves.leaf import Leaf
+from hfpaged.runtime.placing import Forward
 
 
 def gate() -> LeafGate:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,9 +19,8 @@ from hfpaged.runtime.device.fused_norm import fused_norm, may_be_norm
 from hfpaged.runtime.device.fused_product import fused_product, is_packed_in_rows
 from hfpaged.runtime.device.fused_rotation import Angles, fused_rotation, rotates
 from hfpaged.runtime.device.layer_flow import layer_flows
+from hfpaged.runtime.placing import Forward, Place, put_in_place, take_away
 from hfpaged.runtime.view import EngineView
-
-Forward = Callable[..., Any]
 
 
 class Kind(NamedTuple):
@@ -56,9 +55,9 @@ class FusedForwards:
             Kind("rotation", rotates, partial(fused_rotation, angles=Angles())),
             Kind("product", is_packed_in_rows, fused_product),
         )
-        self._places: list[tuple[dict[str, Any], Forward]] = []
+        self._places: list[Place] = []
         # A forward refers to its module. Taking it away ends the cycle, and leaves the view as it was.
-        self._finalizer = weakref.finalize(self, _take_away, self._places)
+        self._finalizer = weakref.finalize(self, take_away, self._places)
         self._finalizer.atexit = False
         flows, problems = layer_flows(view.model, view.step.layers)
         self.refusals.update(f"layer: {problem.reason}" for problem in problems)
@@ -82,11 +81,4 @@ class FusedForwards:
             self.refusals[f"{kind}: {type(error).__name__}: {first_line}"] += 1
         else:
             self.fused[kind] += 1
-            self._places.append((vars(module), forward))
-            vars(module)["forward"] = forward
-
-
-def _take_away(places: Iterable[tuple[dict[str, Any], object]]) -> None:
-    for attributes, forward in places:
-        if attributes.get("forward") is forward:
-            del attributes["forward"]
+            self._places += put_in_place({module: forward})

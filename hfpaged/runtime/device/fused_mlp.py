@@ -35,8 +35,11 @@ class Projections(NamedTuple):
 
 
 def may_be_gated_mlp(module: nn.Module) -> bool:
-    """Whether a module has two or three linear layers and an activation, and nothing else that has parameters."""
-    linears = [child for child in module.children() if type(child) is nn.Linear]
+    """Whether a module has two or three linear layers and an activation, and nothing else that has parameters.
+
+    A linear layer with a forward of its own may round what goes in, by less than the kernel is allowed to differ.
+    """
+    linears = [child for child in module.children() if type(child) is nn.Linear and "forward" not in vars(child)]
     known = {id(parameter) for linear in linears for parameter in linear.parameters()}
     return (
         len(linears) in (2, 3)

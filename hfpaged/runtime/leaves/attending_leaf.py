@@ -16,8 +16,9 @@ from hfpaged.program.trace import ModuleCall
 from hfpaged.runtime.attention.interface import AttentionParams
 from hfpaged.runtime.leaves.argument import Argument
 from hfpaged.runtime.leaves.kernels import LeafKernels
-from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
+from hfpaged.runtime.leaves.leaf import Leaf, own_forward, rows_of
 from hfpaged.runtime.paged_attention import StepContext
+from hfpaged.runtime.placing import Forward
 
 
 class AttendingLeaf(Leaf):

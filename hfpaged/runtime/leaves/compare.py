@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from hfpaged.program.description import NotRecognized
 from hfpaged.program.trace import Trace
 from hfpaged.program.verify import row_errors
-from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward
+from hfpaged.runtime.leaves.leaf import Leaf, own_forward
 from hfpaged.runtime.leaves.linear_leaf import linear_of
-from hfpaged.runtime.leaves.placing import put_in_place, take_away
 from hfpaged.runtime.leaves.reference_attention import ReferenceAttention
 from hfpaged.runtime.paged_attention import StepContext
+from hfpaged.runtime.placing import Forward, put_in_place, take_away
 
 # Root mean square of a row's difference, relative to that of the row.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}

@@ -9,7 +9,8 @@ from torch import nn
 from hfpaged.program.description import Linear, LogitScaling
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
-from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
+from hfpaged.runtime.leaves.leaf import Leaf, own_forward, rows_of
+from hfpaged.runtime.placing import Forward
 
 
 class HeadLeaf(Leaf):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-Forward = Callable[..., Any]
+from hfpaged.runtime.placing import Forward
 
 
 class Leaf(ABC):

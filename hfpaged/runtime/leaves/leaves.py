@@ -17,7 +17,7 @@ from hfpaged.runtime.leaves.find import LeafFinder
 from hfpaged.runtime.leaves.head_leaf import HeadLeaf
 from hfpaged.runtime.leaves.kernels import LeafKernels
 from hfpaged.runtime.leaves.leaf import Leaf
-from hfpaged.runtime.leaves.placing import put_in_place, take_away
+from hfpaged.runtime.placing import put_in_place, take_away
 from hfpaged.runtime.view import EngineView
 
 

@@ -12,7 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from hfpaged.program.description import Linear
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
-from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
+from hfpaged.runtime.leaves.leaf import Leaf, own_forward, rows_of
+from hfpaged.runtime.placing import Forward
 
 LINEAR_CLASSES = (nn.Linear, Conv1D)
 

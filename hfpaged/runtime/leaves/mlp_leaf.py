@@ -8,7 +8,8 @@ from torch import nn
 from hfpaged.program.description import Mlp
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
-from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
+from hfpaged.runtime.leaves.leaf import Leaf, own_forward, rows_of
+from hfpaged.runtime.placing import Forward
 
 
 class MlpLeaf(Leaf):

@@ -7,7 +7,8 @@ import torch
 from hfpaged.program.description import Norm
 from hfpaged.runtime.leaves.admission import LeafGate
 from hfpaged.runtime.leaves.kernels import LeafKernels
-from hfpaged.runtime.leaves.leaf import Forward, Leaf, own_forward, rows_of
+from hfpaged.runtime.leaves.leaf import Leaf, own_forward, rows_of
+from hfpaged.runtime.placing import Forward
 
 
 class NormLeaf(Leaf):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from hfpaged.runtime.leaves.leaf import Forward
+Forward = Callable[..., Any]
 
 
 class Place(NamedTuple):
