@@ -13,9 +13,10 @@ from hfpaged.errors import UnsupportedOptionError
 from hfpaged.generation.adapters import HookedNames
 from hfpaged.generation.call import GenerateCall
 from hfpaged.generation.prepared_configs import PreparedConfigs
+from hfpaged.generation.prompts import check_bias, check_prompt, token_ids, vocabulary_size
 from hfpaged.generation.request_options import RequestOptions
 from hfpaged.generation.routing import stock_reason
-from hfpaged.generation.rows import check_bias, check_prompt, row_specs, token_ids, vocabulary_size
+from hfpaged.generation.rows import row_specs
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.module_state import stocks
@@ -63,8 +64,7 @@ class Engine(EngineCore):
         _require_engine_takes(model, call)
         specs = row_specs(model, call, stocks(model, "_get_logits_processor"))
         handles = self.submit_specs(specs)
-        if call.options.scope is not None:
-            call.options.scope.add(handles)
+        call.options.put_in_scope(handles)
         return handles[0]
 
     def warm_up(self) -> int:

@@ -57,8 +57,7 @@ class LockstepLoop:
         """Generate until the criteria say that every row is done; then, or when anything raises, free all rows."""
         handles = self._engine.submit_specs(self._specs)
         try:
-            if self._call.options.scope is not None:
-                self._call.options.scope.add(handles)
+            self._call.options.put_in_scope(handles)
             with guided_by_engine(self._model, self._engine, self._call):
                 while self._unfinished.any():
                     self._one_step(handles)

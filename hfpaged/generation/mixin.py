@@ -232,8 +232,7 @@ def _run_on_engine(
         return LockstepLoop(model, engine, call, specs, row_lists).run()
     handles = engine.submit_specs(row_specs(model, call, make, guesses=guesses))
     try:
-        if call.options.scope is not None:
-            call.options.scope.add(handles)
+        call.options.put_in_scope(handles)
         if call.streamer is not None:
             _stream(call, handles[0])
         for handle in handles:

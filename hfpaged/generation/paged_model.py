@@ -16,8 +16,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hfpaged.compat import causal_output
 from hfpaged.errors import RequestCancelled
+from hfpaged.generation.prompts import unpadded, vocabulary_size
 from hfpaged.generation.request_options import RequestOptions
-from hfpaged.generation.rows import unpadded, vocabulary_size
 from hfpaged.runtime.engine import EngineCore
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.runtime.request_spec import RequestSpec
@@ -158,8 +158,7 @@ class PagedModel(GenerationMixin):
     def start(self, input_ids: torch.LongTensor, attention_mask: torch.Tensor | None, logits_for: int = 1) -> None:
         """Begin the rows of the cache with [B, L] prompts; the last `logits_for` tokens of each get logits."""
         self.paged_cache.start(self._specs(input_ids, attention_mask, logits_for), input_ids.shape[1])
-        if self._options.scope is not None:
-            self._options.scope.add(self.paged_cache.rows)
+        self._options.put_in_scope(self.paged_cache.rows)
 
     def _specs(self, input_ids: torch.LongTensor, mask: torch.Tensor | None, logits_for: int) -> list[RequestSpec]:
         prompts = unpadded(input_ids, mask, vocabulary_size(self._model))
@@ -173,9 +172,7 @@ class PagedModel(GenerationMixin):
                 thread_state=state,
                 steered=True,
                 logits_for=logits_for,
-                priority=self._options.priority,
-                cache_salt=self._options.cache_salt,
-                prefix_cache=self._options.prefix_cache,
+                **self._options.of_all_rows(),
                 adapter=None if self._adapters is None else self._adapters[row],
                 fork_of=row - row % self._repeats if row % self._repeats else None,
             )

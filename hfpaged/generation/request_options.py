@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
 from hfpaged.errors import UnsupportedOptionError
 from hfpaged.generation.cancel_scope import CancelScope
+from hfpaged.runtime.handle import GenerationHandle
 
 # Those that act on the tokens of a handle, one by one, and that generate() has no place for.
 SUBMIT_OPTIONS = ("logprobs", "prompt_logprobs", "presence_penalty", "frequency_penalty", "logit_bias")
@@ -52,6 +54,16 @@ class RequestOptions:
     def for_submit(self) -> list[str]:
         """Names of the options set that only `engine.submit` takes."""
         return [name for name in SUBMIT_OPTIONS if getattr(self, name) != getattr(type(self), name)]
+
+    def of_all_rows(self) -> dict[str, Any]:
+        """Those that are the same for every row of the call, as fields of a `RequestSpec`."""
+        names = ("priority", "cache_salt", "prefix_cache", "logprobs", "prompt_logprobs")
+        return {name: getattr(self, name) for name in names}
+
+    def put_in_scope(self, handles: Iterable[GenerationHandle]) -> None:
+        """Have the scope, if there is one, cancel these requests of the call."""
+        if self.scope is not None:
+            self.scope.add(handles)
 
     @classmethod
     def from_keyword(cls, options: Any) -> RequestOptions:

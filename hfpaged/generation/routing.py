@@ -12,8 +12,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from hfpaged.compat import hooked_adapter_names, is_capture_hook, is_user_cache
 from hfpaged.generation.adapters import RowNames
 from hfpaged.generation.call import GenerateCall
+from hfpaged.generation.prompts import mask_is_left_padding, require_no_empty_row
 from hfpaged.generation.returned_cache import ReturnedCache
-from hfpaged.generation.rows import mask_is_left_padding, require_no_empty_row
 from hfpaged.runtime.module_state import has_own, walk_modules
 from hfpaged.runtime.patched_class import unpatched_class
 

@@ -22,7 +22,7 @@ from hfpaged.errors import (
     RequestTooLargeError,
     UnsupportedOptionError,
 )
-from hfpaged.generation.rows import check_prompt, token_ids
+from hfpaged.generation.prompts import check_prompt, token_ids
 from hfpaged.runtime.handle import GenerationHandle
 from hfpaged.serving.process.connection import Connection
 from hfpaged.serving.process.messages import Cancel, ModelInfo, Query, QueryName, Submit, SubmitOptions

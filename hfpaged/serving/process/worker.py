@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import hfpaged
 from hfpaged.generation.engine import Engine
-from hfpaged.generation.rows import output_size
+from hfpaged.generation.prompts import output_size
 from hfpaged.models.end_tokens import end_tokens
 from hfpaged.models.load_progress import weights_progress
 from hfpaged.models.loading import load_model, set_threads
