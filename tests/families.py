@@ -104,3 +104,14 @@ def build_tiny(family: str, seed: int = 0, std: float = 0.15, **overrides: Any) 
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=std)
     return model
+
+
+def build_uneven(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+    """A tiny model whose norms and biases are not ones and zeros: those would hide a wrong formula."""
+    model = build_tiny(family, **overrides).to(dtype)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(dtype))
+    return model

@@ -205,7 +205,7 @@ class GatherSamplesOp(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """One step; the pointers are the arrays of a StepBatch, or null where no operation uses them."""
+    """One step; the pointers are the arrays of a StepArrays, or null where no operation uses them."""
 
     _fields_ = [
         ("batch", Batch),

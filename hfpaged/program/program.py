@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from hfpaged.program.native_program import NativeProgram, OpRange
 from hfpaged.program.panels import PackedMatrix
 from hfpaged.program.recognize import recognize_model
 from hfpaged.program.rotary import require_fixed_frequencies
-from hfpaged.program.step_arrays import CachePointers, KVPairs, address_of, make_step
+from hfpaged.program.step_arrays import CachePointers, KVPairs, StepArrays, address_of, make_step
 from hfpaged.program.threads import MIN_THREAD_SECONDS, ThreadPolicy, single_thread_seconds
 from hfpaged.program.trace import trace_forward
 from hfpaged.program.verify import Verifier
@@ -118,7 +117,7 @@ class StepProgram:
 
     def run(
         self,
-        batch: Any,
+        batch: StepArrays,
         kv: KVPairs,
         sample_rows: np.ndarray,
         want_logits: bool = False,
@@ -126,7 +125,7 @@ class StepProgram:
         """Run one step: write the keys and values of its tokens, and compute the sampled rows' logits.
 
         Args:
-            batch: a StepBatch of T tokens.
+            batch: T tokens.
             kv: (key, value) tensors of each attention layer, in the order they run, in the native layout. Checked when
                 another sequence is passed than last time; never replace a tensor inside of one.
             sample_rows: int64 [S], indices into the T tokens. May be empty.
@@ -146,7 +145,7 @@ class StepProgram:
         self._run_timed(step)
         return argmax, logits
 
-    def profile(self, batch: Any, kv: KVPairs, sample_rows: np.ndarray) -> dict[str, float]:
+    def profile(self, batch: StepArrays, kv: KVPairs, sample_rows: np.ndarray) -> dict[str, float]:
         """Run one step as `run` does, and return the seconds that its operations took, added up by their label."""
         argmax = np.empty(len(sample_rows), dtype=np.int64)
         seconds = np.zeros(self._native.num_ops)
@@ -158,7 +157,7 @@ class StepProgram:
             totals[label] += spent
         return dict(totals)
 
-    def _step(self, batch: Any, kv: KVPairs, sample_rows: np.ndarray, argmax: np.ndarray) -> abi.Step:
+    def _step(self, batch: StepArrays, kv: KVPairs, sample_rows: np.ndarray, argmax: np.ndarray) -> abi.Step:
         self._native.prepare_positions(int(batch.context_len.max()))
         if self._cache is None or not self._cache.serves(kv, batch.block_size):
             model = self.description

@@ -1,10 +1,10 @@
-"""The arrays of one step as the native struct, kept alive while it is used."""
+"""StepArrays: the tokens of a step and where they go. As the native struct they are kept alive while it is used."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,6 +16,31 @@ from hfpaged.program.abi import Step
 from hfpaged.program.description import Attention
 
 KVPairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass
+class StepArrays:
+    """T tokens of R requests, packed one request after the other. All arrays are C-contiguous.
+
+    Attributes:
+        token_ids: int64 [T].
+        positions: int64 [T], position of each token in its own request.
+        slots: int64 [T], where the token's KV goes: block_id * block_size + offset.
+        query_start: int32 [R + 1], first packed token of each request, then T.
+        context_len: int32 [R], tokens of the request that attention sees, those of this step included.
+        table_rows: int32 [R], the request's row in `block_tables`.
+        block_tables: int32 [rows, width]; entries beyond ceil(context_len / block_size) are stale.
+        block_size: tokens per block.
+    """
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    query_start: np.ndarray
+    context_len: np.ndarray
+    table_rows: np.ndarray
+    block_tables: np.ndarray
+    block_size: int
 
 
 class CachePointers:
@@ -46,13 +71,13 @@ class CachePointers:
         return kv is self.kv and block_size == self.block_size
 
 
-def make_step(batch: Any, cache: CachePointers, sample_rows: np.ndarray) -> Step:
-    """A Step over the arrays of `batch` (a StepBatch), the cache and the sampled rows.
+def make_step(batch: StepArrays, cache: CachePointers, sample_rows: np.ndarray) -> Step:
+    """A Step over the arrays of `batch`, the cache and the sampled rows.
 
     The struct keeps its arrays alive. Its operations, threads and outputs are the caller's to set.
 
     Raises:
-        NativeKernelError: an array has another dtype or layout than StepBatch promises.
+        NativeKernelError: an array has another dtype or layout than StepArrays promises.
     """
     step = Step()
     step.keep = (batch, cache, sample_rows)

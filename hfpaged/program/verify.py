@@ -6,8 +6,6 @@ layer do not hide in the next.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -15,41 +13,12 @@ from hfpaged.native.kv_layout import KVLayout
 from hfpaged.program.assemble import ProgramLayout
 from hfpaged.program.description import Experts, Model, NotRecognized
 from hfpaged.program.native_program import NativeProgram, OpRange
-from hfpaged.program.step_arrays import CachePointers, make_step
+from hfpaged.program.step_arrays import CachePointers, StepArrays, make_step
 from hfpaged.program.trace import Trace
 
 BLOCK_SIZE = 16
 # Root mean square of a row's difference, relative to that of what the layer adds.
 _LAYER_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-
-
-@dataclass
-class TraceBatch:
-    """The traced sequence as a StepBatch: one request in blocks 0, 1, ..."""
-
-    token_ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    query_start: np.ndarray
-    context_len: np.ndarray
-    table_rows: np.ndarray
-    block_tables: np.ndarray
-    block_size: int = BLOCK_SIZE
-
-    @classmethod
-    def of(cls, trace: Trace) -> TraceBatch:
-        """The batch of a trace."""
-        tokens = len(trace.token_ids)
-        blocks = -(-tokens // BLOCK_SIZE)
-        return cls(
-            token_ids=trace.token_ids.numpy().copy(),
-            positions=trace.positions.numpy().copy(),
-            slots=np.arange(tokens, dtype=np.int64),
-            query_start=np.array([0, tokens], dtype=np.int32),
-            context_len=np.array([tokens], dtype=np.int32),
-            table_rows=np.zeros(1, dtype=np.int32),
-            block_tables=np.arange(blocks, dtype=np.int32)[None],
-        )
 
 
 class Verifier:
@@ -60,7 +29,7 @@ class Verifier:
         self._model = model
         self._layout = layout
         self._trace = trace
-        batch = TraceBatch.of(trace)
+        batch = _arrays_of(trace)
         rows = np.arange(len(batch.token_ids), dtype=np.int64)
         self._argmax = np.empty(len(rows), dtype=np.int64)
         self._logits = torch.empty(len(rows), model.head.out_features)
@@ -108,7 +77,23 @@ class Verifier:
         return self._native.buffer(buffer, self._step.tokens, self._model.hidden_size)
 
 
-def _scratch_cache(model: Model, batch: TraceBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _arrays_of(trace: Trace) -> StepArrays:
+    """The traced sequence as one request in blocks 0, 1, ..."""
+    tokens = len(trace.token_ids)
+    blocks = -(-tokens // BLOCK_SIZE)
+    return StepArrays(
+        token_ids=trace.token_ids.numpy().copy(),
+        positions=trace.positions.numpy().copy(),
+        slots=np.arange(tokens, dtype=np.int64),
+        query_start=np.array([0, tokens], dtype=np.int32),
+        context_len=np.array([tokens], dtype=np.int32),
+        table_rows=np.zeros(1, dtype=np.int32),
+        block_tables=np.arange(blocks, dtype=np.int32)[None],
+        block_size=BLOCK_SIZE,
+    )
+
+
+def _scratch_cache(model: Model, batch: StepArrays) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of all layers, just large enough for the batch."""
     num_blocks = batch.block_tables.size
     layouts = [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from hfpaged.core.plan import UNKNOWN_TOKEN, Plan, PlannedRequest
+from hfpaged.program.step_arrays import StepArrays
 from hfpaged.sampling.draw_table import NO_DRAWS, DrawTable
 
 # The row of the block tables that requests which only fill up a batch have.
@@ -16,31 +17,17 @@ PADDING_ROW = 0
 
 
 @dataclass
-class StepBatch:
-    """T tokens of R requests, packed one request after the other. All arrays are C-contiguous.
+class StepBatch(StepArrays):
+    """The tokens of one step, and which of their logits are wanted for what.
 
     Attributes:
-        token_ids: int64 [T]; UNKNOWN_TOKEN for those that the step before draws.
+        token_ids: as in `StepArrays`; UNKNOWN_TOKEN for those that the step before draws.
+        block_tables: as in `StepArrays`; persistent, so that a later plan changes them.
         feedback: int64 [T], which of the tokens that the step before draws it is; -1: none of them.
-        positions: int64 [T], position of each token in its own request.
-        slots: int64 [T], where the token's KV goes: block_id * block_size + offset.
-        query_start: int32 [R + 1], first packed token of each request, then T.
-        context_len: int32 [R], tokens of the request that attention sees, those of this step included.
-        table_rows: int32 [R], the request's row in `block_tables`.
-        block_tables: int32 [rows, width], persistent; entries beyond ceil(context_len / block_size) are stale.
-        block_size: tokens per block.
         logit_rows: int64 [S], packed tokens whose logits are wanted, in plan order.
         draws: what to draw from those logits, where a device draws.
     """
 
-    token_ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    query_start: np.ndarray
-    context_len: np.ndarray
-    table_rows: np.ndarray
-    block_tables: np.ndarray
-    block_size: int
     logit_rows: np.ndarray
     feedback: np.ndarray
     draws: DrawTable = NO_DRAWS

@@ -73,7 +73,7 @@ class PagedProblem:
             ids = ids[count:]
 
     def batch(self, pieces: list[Piece]) -> SimpleNamespace:
-        """A stand-in for StepBatch with what backends read of it."""
+        """What backends read of a StepBatch."""
         slots = []
         for request, first, end in pieces:
             positions = np.arange(first, end)

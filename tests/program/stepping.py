@@ -9,20 +9,7 @@ import torch
 
 from hfpaged.native.kv_layout import KVLayout
 from hfpaged.program.program import StepProgram
-
-
-@dataclass
-class Batch:
-    """A StepBatch, as the program needs it."""
-
-    token_ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    query_start: np.ndarray
-    context_len: np.ndarray
-    table_rows: np.ndarray
-    block_tables: np.ndarray
-    block_size: int
+from hfpaged.program.step_arrays import StepArrays
 
 
 @dataclass
@@ -57,13 +44,13 @@ class Stepper:
         self.requests.append(request)
         return request
 
-    def batch(self, work: list[tuple[Request, int]]) -> Batch:
+    def batch(self, work: list[tuple[Request, int]]) -> StepArrays:
         """The next `n` tokens of each request."""
         counts = [n for _, n in work]
         positions = np.concatenate([np.arange(r.done, r.done + n) for r, n in work]).astype(np.int64)
         rows = np.repeat([r.row for r, _ in work], counts)
         blocks = self.tables[rows, positions // self.block_size].astype(np.int64)
-        return Batch(
+        return StepArrays(
             token_ids=np.concatenate([r.tokens[r.done : r.done + n] for r, n in work]).astype(np.int64),
             positions=positions,
             slots=blocks * self.block_size + positions % self.block_size,

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from families import VOCAB_SIZE, build_tiny
+from families import VOCAB_SIZE, build_uneven
 from program.stepping import Stepper
 from transformers import PreTrainedModel
 
@@ -18,17 +18,6 @@ FAMILIES = [
 ]  # fmt: skip
 PROMPT_LENGTHS = (10, 3, 40)  # the windows of the tiny models are 8 tokens
 NEW_TOKENS = 8
-
-
-def build(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A tiny model whose norms and biases are not ones and zeros: those would hide a wrong formula."""
-    model = build_tiny(family).to(dtype)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(dtype))
-    return model
 
 
 def prompts() -> list[list[int]]:
@@ -43,7 +32,7 @@ def all_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fp32_logits_and_greedy_tokens_are_those_of_the_model(family):
-    model = build(family)
+    model = build_uneven(family)
     stepper = Stepper(StepProgram.build(model, num_threads=1), max_requests=3)
     generated = stepper.greedy(prompts(), NEW_TOKENS, chunk=7)
     for prompt, new, request in zip(prompts(), generated, stepper.requests, strict=True):
@@ -54,7 +43,7 @@ def test_fp32_logits_and_greedy_tokens_are_those_of_the_model(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_logits_are_as_near_to_fp32_as_the_modules_own(family):
-    reference, model = build(family), build(family, torch.bfloat16)
+    reference, model = build_uneven(family), build_uneven(family, torch.bfloat16)
     reference.load_state_dict(model.state_dict())
     prompt = prompts()[-1]
     stepper = Stepper(StepProgram.build(model, num_threads=1), max_requests=1)
@@ -82,7 +71,7 @@ def stock_greedy(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_instruction_set_runs_the_whole_program(isa, dtype):
-    model = build("qwen3_moe", dtype)
+    model = build_uneven("qwen3_moe", dtype)
     stepper = Stepper(StepProgram.build(model, num_threads=1), max_requests=1)
     stepper.prefill(stepper.add(prompts()[0]), chunk=4)
     tolerance = {torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}[dtype]

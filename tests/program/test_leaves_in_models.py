@@ -8,28 +8,16 @@ from types import FunctionType, MethodType
 import pytest
 import torch
 from batches import left_padded, random_prompts
-from families import FAMILIES, build_tiny
+from families import FAMILIES, build_tiny, build_uneven
 from internals import workspace_of
 from oracle import GREEDY, NEW, PROMPTS, assert_stock_text, greedy, stats, warm_up
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import parametrize
-from transformers import PreTrainedModel
 
 import hfpaged
 from hfpaged.errors import ConfigError
 from hfpaged.runtime.leaf_tier import LeafTier
-
-
-def build(family: str, dtype: torch.dtype = torch.float32, **fields) -> PreTrainedModel:
-    """A tiny model whose norms and biases are not ones and zeros: those would hide a wrong formula."""
-    model = build_tiny(family, **fields).to(dtype)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_((torch.randn(parameter.shape, generator=generator) * 0.1).to(dtype))
-    return model
 
 
 def tier_of(model) -> LeafTier:
@@ -54,7 +42,7 @@ SUPPORTED = [family for family in FAMILIES if not hfpaged.support(build_tiny(fam
 
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_fp32_text_is_stocks(family):
-    model = build(family).patch(tier="leaves")
+    model = build_uneven(family).patch(tier="leaves")
     assert_stock_text(model)
     assert stats(model)["tier"] == "leaves"
     assert len(places(model)) == native(model).total() > 0
@@ -63,7 +51,7 @@ def test_fp32_text_is_stocks(family):
 # Decoders that are no step program, and some that are.
 @pytest.mark.parametrize("family", ["gpt2", "opt", "gemma3n_text", "deepseek_v3", "cohere2", "stablelm", "starcoder2"])
 def test_fp32_text_is_the_same_alone_warm_and_in_chunks(family):
-    model = build(family)
+    model = build_uneven(family)
     with hfpaged.patched(model, tier="leaves"):
         expected = assert_stock_text(model)
         assert warm_up(model) == expected
@@ -74,7 +62,7 @@ def test_fp32_text_is_the_same_alone_warm_and_in_chunks(family):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "glm4", "gpt_neox", "exaone4", "olmo2"])
 def test_whole_layers_are_native(family):
-    model = build(family).patch(tier="leaves")
+    model = build_uneven(family).patch(tier="leaves")
     greedy(model)
     assert native(model) == {"layer": 4, "norm": 1, "head": 1}
     assert stats(model)["tier_refusals"] == {}
@@ -82,7 +70,7 @@ def test_whole_layers_are_native(family):
 
 @pytest.mark.parametrize(("family", "mlps"), [("mixtral", 0), ("gemma3n_text", 4)])
 def test_of_other_layers_whole_parts_are_native(family, mlps):
-    model = build(family).patch(tier="leaves")
+    model = build_uneven(family).patch(tier="leaves")
     assert_stock_text(model)
     assert native(model)["layer"] == 0 and native(model)["mlp"] == mlps
 
@@ -100,7 +88,7 @@ class RepeatedMlp(nn.Module):
 
 
 def test_a_layer_that_adds_something_else_is_none():
-    model = build("llama")
+    model = build_uneven("llama")
     model.model.layers[1] = RepeatedMlp(model.model.layers[1])
     model.patch(tier="leaves")
     assert_stock_text(model)
@@ -110,7 +98,7 @@ def test_a_layer_that_adds_something_else_is_none():
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox"])
 def test_bf16_text_is_that_of_the_step_program(family):
     """Native layers run the operations of a step program, one layer at a time."""
-    model = build(family, torch.bfloat16)
+    model = build_uneven(family, torch.bfloat16)
     texts = []
     for tier in ("program", "leaves"):
         with hfpaged.patched(model, tier=tier):
@@ -119,7 +107,7 @@ def test_bf16_text_is_that_of_the_step_program(family):
 
 
 def test_what_is_no_known_layer_has_native_parts():
-    model = build("opt").patch()
+    model = build_uneven("opt").patch()
     greedy(model)
     assert stats(model)["tier"] == "leaves"
     assert native(model) == {"norm": 9, "head": 1, "linear": 4 * 6}
@@ -128,22 +116,22 @@ def test_what_is_no_known_layer_has_native_parts():
 
 
 def test_linear_modules_whose_weights_lie_transposed_are_native():
-    model = build("gpt2").patch()
+    model = build_uneven("gpt2").patch()
     assert_stock_text(model)
     assert native(model) == {"norm": 9, "head": 1, "linear": 4 * 4}
 
 
 def test_auto_says_why_the_model_is_not_a_program():
-    model = build("opt").patch()
+    model = build_uneven("opt").patch()
     greedy(model)
     assert "changes queries or keys in an unknown way" in stats(model)["tier_reason"]
-    model = build("llama").patch(tier="leaves")
+    model = build_uneven("llama").patch(tier="leaves")
     greedy(model)
     assert stats(model)["tier_reason"] == "it was asked for"
 
 
 def test_it_needs_native_attention():
-    model = build("llama").patch(tier="leaves", attention_backend="torch")
+    model = build_uneven("llama").patch(tier="leaves", attention_backend="torch")
     with pytest.raises(ConfigError, match="tier='leaves' cannot run this model: the attention backend is torch"):
         hfpaged.engine(model).submit([5, 6, 7], max_new_tokens=1).result()
 
@@ -152,7 +140,7 @@ def test_it_needs_native_attention():
 def test_bf16_logits_have_the_same_bits_alone_in_a_batch_and_in_chunks(family):
     # A router's choice, which is stock's code here, may depend on the batch.
     fields = {"first_k_dense_replace": 4} if family == "deepseek_v3" else {}
-    model = build(family, torch.bfloat16, **fields)
+    model = build_uneven(family, torch.bfloat16, **fields)
     prompts = random_prompts((37, 20, 5, 1, 29, 11, 2))
 
     def logits(*rows: list[int], chunk: int = 512) -> torch.Tensor:
@@ -170,13 +158,13 @@ def test_bf16_logits_have_the_same_bits_alone_in_a_batch_and_in_chunks(family):
 
 class TestTheViewIsAllThatChanges:
     def test_while_it_runs(self):
-        model = build("llama").patch(tier="leaves")
+        model = build_uneven("llama").patch(tier="leaves")
         greedy(model)
         assert not [name for name, module in model.named_modules() if "forward" in vars(module)]
         assert nn.Linear.forward.__qualname__ == "Linear.forward"
 
     def test_and_not_for_longer_than_the_workspace(self):
-        model = build("llama").patch(tier="leaves")
+        model = build_uneven("llama").patch(tier="leaves")
         texts = greedy(model)
         assert places(model)
         hfpaged.engine(model).release()
@@ -202,7 +190,7 @@ HIDDEN_BEHAVIOUR = {
 @pytest.mark.parametrize("family", HIDDEN_BEHAVIOUR)
 def test_an_attention_layer_that_does_more_than_was_recognized_runs_as_it_is(family, monkeypatch):
     monkeypatch.setitem(FAMILIES, family, HIDDEN_BEHAVIOUR[family])
-    model = build(family).patch(tier="leaves")
+    model = build_uneven(family).patch(tier="leaves")
     assert_stock_text(model)
     assert native(model)["attention"] == 0 and native(model)["linear"] == 4 * 4
     (reason,) = stats(model)["tier_refusals"]
@@ -239,7 +227,7 @@ def wrap_weight(layer):
     ],
 )
 def test_an_odd_linear_module_keeps_its_forward_and_the_others_are_leaves(change, reason):
-    model = build("llama")
+    model = build_uneven("llama")
     change(model.model.layers[1])
     model.patch(tier="leaves")
     assert_stock_text(model)
@@ -258,7 +246,7 @@ def adding_nothing(self, x):
 
 @pytest.mark.parametrize(("forward", "layers"), [(rounding, 3), (adding_nothing, 4)])
 def test_a_forward_that_a_library_wrapped_runs_unless_it_does_what_it_wraps(forward, layers):
-    model = build("llama")
+    model = build_uneven("llama")
     module = model.model.layers[1].mlp.down_proj
     # The engine knows those of compressed-tensors by where they were written.
     written = FunctionType(forward.__code__, {"__name__": "compressed_tensors.quantization"})
@@ -273,7 +261,7 @@ def test_a_forward_that_a_library_wrapped_runs_unless_it_does_what_it_wraps(forw
 
 
 def test_native_forwards_are_gone_after_a_release_whoever_still_looks_at_the_workspace():
-    model = build("llama").patch(tier="leaves")
+    model = build_uneven("llama").patch(tier="leaves")
     engine = hfpaged.engine(model)
     for _ in range(2):
         assert_stock_text(model)
@@ -283,7 +271,7 @@ def test_native_forwards_are_gone_after_a_release_whoever_still_looks_at_the_wor
 
 
 def test_adapters_run_around_native_base_layers():
-    peft_model = get_peft_model(build("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
+    peft_model = get_peft_model(build_uneven("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"]))
     generator = torch.Generator().manual_seed(5)
     for name, parameter in peft_model.named_parameters():
         if "lora_" in name:
@@ -303,7 +291,7 @@ def test_adapters_run_around_native_base_layers():
 
 class TestChangedWeights:
     def test_are_packed_again(self):
-        model = build("gemma3_text").patch(tier="leaves")
+        model = build_uneven("gemma3_text").patch(tier="leaves")
         before = assert_stock_text(model)
         for parameter in model.parameters():
             parameter.data.mul_(0.7)
@@ -311,7 +299,7 @@ class TestChangedWeights:
         assert native(model)["layer"] == 4
 
     def test_that_no_guard_admits_any_more_are_not(self):
-        model = build("llama").patch(tier="leaves")
+        model = build_uneven("llama").patch(tier="leaves")
         assert_stock_text(model)
         wrap_weight(model.model.layers[2])
         with torch.no_grad():
