@@ -19,8 +19,8 @@ from hfpaged.runtime.device.called_by import called_by
 from hfpaged.runtime.device.sameness import are_equal
 
 _TOKENS = 5
-# Arguments that a layer gives its modules by itself.
-_Constant = (bool, int, float, str, type(None))
+# Types of arguments that a layer may give its modules by itself.
+_CONSTANTS = (bool, int, float, str, type(None))
 
 
 class PassedCall(NamedTuple):
@@ -28,18 +28,18 @@ class PassedCall(NamedTuple):
 
     Attributes:
         keyword: of that argument; None: it is the first one.
-        given: other keywords, each with the keyword by which the layer was given its value.
+        given: other keywords, whose values the layer was given by the same keywords.
         constants: other keywords and what they always are.
     """
 
     module: nn.Module
     keyword: str | None
-    given: Mapping[str, str]
+    given: frozenset[str]
     constants: Mapping[str, Any]
 
     def __call__(self, x: torch.Tensor, options: Mapping[str, Any]) -> torch.Tensor:
         """Make the call in a layer that got these options."""
-        passed = {name: options[source] for name, source in self.given.items()}
+        passed = {name: options[name] for name in self.given}
         args = (x,) if self.keyword is None else ()
         named = {} if self.keyword is None else {self.keyword: x}
         return _first(self.module(*args, **named, **passed, **self.constants))
@@ -175,9 +175,9 @@ def _passed(call: _Call, x: torch.Tensor, options: Mapping[str, Any]) -> PassedC
         if keyword is None or call.args:
             raise NotRecognized(f"its {type(call.module).__name__} does not read what the module before it returns")
         del others[keyword]
-    given = {name: name for name, value in others.items() if name in options and options[name] is value}
+    given = frozenset(name for name, value in others.items() if name in options and options[name] is value)
     constants = {name: value for name, value in others.items() if name not in given}
-    if not all(isinstance(value, _Constant) for value in constants.values()):
+    if not all(isinstance(value, _CONSTANTS) for value in constants.values()):
         raise NotRecognized(f"its {type(call.module).__name__} gets what the layer makes itself")
     return PassedCall(call.module, keyword, given, constants)
 
