@@ -10,10 +10,10 @@ from starlette.responses import JSONResponse, Response
 from hfpaged.errors import EngineDeadError, HfpagedError
 from hfpaged.serving.api.chat_prompt import chat_prompt
 from hfpaged.serving.api.errors import ApiError
-from hfpaged.serving.api.generation import longest_sequence
 from hfpaged.serving.api.responses import ERRORS, Health, Model, ModelList, Text, Tokens
 from hfpaged.serving.api.schemas import DetokenizeBody, TokenizeBody
 from hfpaged.serving.api.server_state import ServerState, state_of
+from hfpaged.serving.api.submit_options import longest_sequence
 
 router = APIRouter()
 

@@ -12,10 +12,11 @@ from starlette.requests import Request
 from transformers import PreTrainedTokenizerBase
 
 from hfpaged.serving.api.errors import ApiError
-from hfpaged.serving.api.generation import Generation, make_detokenizer, room_for, submit_options
+from hfpaged.serving.api.generation import Generation, make_detokenizer
 from hfpaged.serving.api.limits import ServerLimits
 from hfpaged.serving.api.metrics import Metrics
 from hfpaged.serving.api.schemas import SamplingBody
+from hfpaged.serving.api.submit_options import room_for, submit_options
 from hfpaged.serving.chat.template import ChatTemplate
 from hfpaged.serving.chat.tool_parser import ToolFormat
 from hfpaged.serving.process.client import EngineClient
