@@ -3,14 +3,18 @@
 Threads in lock step are only as fast as the slowest core. Where another process takes half of one core, all wait for
 it, and fewer threads are faster; this cannot be known beforehand, so it is tried: now and then one step runs on another
 number of threads, and the faster number stays. While the present threads are given all the time that they can use,
-fewer would not be faster and are not tried: with two of them a trial costs the time of a whole step.
+fewer would not be faster and are not tried: with two of them a trial costs the time of a whole step. Nor are more tried
+for which other processes leave no CPU, but for once in a long while, as that does not say who would yield.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
+
+from hfpaged.program.cpu_load import CpuLoad
 
 MIN_THREAD_SECONDS = 40e-6  # a thread is woken for this much work at least
 # Rough speeds of one thread, to tell small steps from large ones.
@@ -24,6 +28,7 @@ _FIRST_INTERVAL, _LAST_INTERVAL = 8, 128  # steps between two trials: doubled wh
 _MOST_TRIED = 4.0  # the steps between trials grow with what a trial costs, up to this many steps' time
 _SURPRISE = 1.5  # times recently this much longer than usual ask for a trial soon
 _UNDISTURBED = 0.85  # of the time that threads take, they had the CPU
+_MOST_PUT_OFF = 64  # times that a trial of more threads is put off while there seems to be no CPU for them
 _CONFIRMATIONS = 2  # steps in which another number of threads has to prove faster
 
 
@@ -83,8 +88,9 @@ class _SizeClass:
         self._had_cpu = 0.0  # recent part of their time that the threads had the CPU; 0: not known
         self._steps = 0  # that these two are means of, the last ones mostly
         self._interval = _FIRST_INTERVAL
-        self._steps_to_trial = 3
+        self._steps_to_trial = 3  # the first ones pay for memory that is used for the first time
         self._upward = False
+        self._put_off = 0  # times in a row
         self._tried: list[float] = []  # times on `trial()` threads, in the trial that is on
 
     @property
@@ -96,6 +102,16 @@ class _SizeClass:
     def in_trial(self) -> bool:
         """Whether the next step is to run on `trial()` threads."""
         return self._steps_to_trial <= 0 and self.trial() != self.threads
+
+    @property
+    def may_put_off(self) -> bool:
+        """Whether the trial that is due may wait: one of more threads, not begun, that has not waited too often."""
+        return self.trial() > self.threads and not self._tried and self._put_off < _MOST_PUT_OFF
+
+    def put_off(self) -> None:
+        """Try some steps later."""
+        self._put_off += 1
+        self._steps_to_trial = _FIRST_INTERVAL
 
     def trial(self) -> int:
         """Half as many threads again, or a third fewer; the other direction next time. `threads`: no trial is due."""
@@ -113,6 +129,8 @@ class _SizeClass:
         self._had_cpu += max(_RECENT, 1 / self._steps) * (had_cpu - self._had_cpu)
         self._usual += max(_USUAL, 1 / self._steps) * (time - self._usual)
         self._recent += max(_RECENT, 1 / self._steps) * (time - self._recent)
+        if self._steps == 1 and 0 < had_cpu < _UNDISTURBED:
+            self._steps_to_trial = 0
         # More threads than free cores: the ones that wait for a core hold up all. One thread cannot do with fewer.
         if self.threads > 1 and self._recent > _SURPRISE * self._usual:
             self._usual = self._recent
@@ -138,19 +156,30 @@ class _SizeClass:
     def _wait(self, interval: int, steps: int) -> None:
         self._interval = interval
         self._steps_to_trial = steps
+        self._put_off = 0
         self._tried = []
 
 
 class ThreadPolicy:
     """Picks the number of threads of each step, and learns from how long the steps took.
 
+    Args:
+        min_thread_seconds: work that is worth another thread; 0 always uses all.
+        has_room: whether so many threads would find a CPU each, see `CpuLoad.has_room`, which is the default.
+
     Attributes:
         limit: most threads of any step.
     """
 
-    def __init__(self, limit: int, min_thread_seconds: float = MIN_THREAD_SECONDS):
+    def __init__(
+        self,
+        limit: int,
+        min_thread_seconds: float = MIN_THREAD_SECONDS,
+        has_room: Callable[[int], bool | None] | None = None,
+    ):
         self.limit = limit
         self._min_thread_seconds = min_thread_seconds
+        self._has_room = has_room or CpuLoad().has_room
         self._classes: dict[int, _SizeClass] = {}
 
     def choose(self, estimate: float) -> int:
@@ -158,6 +187,8 @@ class ThreadPolicy:
         if not self._min_thread_seconds:
             return self.limit
         size_class = self._class_of(estimate)
+        if size_class.in_trial and size_class.may_put_off and not self._has_room(size_class.trial()):
+            size_class.put_off()
         return size_class.trial() if size_class.in_trial else size_class.threads
 
     def can_split_rows(self, estimate: float) -> bool:

@@ -13,6 +13,11 @@ from hfpaged.program.threads import MIN_THREAD_SECONDS, ThreadPolicy, usable_cpu
 STEP = 10e-3  # seconds of the simulated step on one thread of an idle machine
 
 
+def unloaded(limit: int, **options) -> ThreadPolicy:
+    """A policy that always hears that there is a CPU for every thread."""
+    return ThreadPolicy(limit, has_room=lambda threads: True, **options)
+
+
 def simulate(
     policy: ThreadPolicy,
     machine: Callable[[int], float],
@@ -47,35 +52,57 @@ def four_free_cores(threads: int) -> float:
 
 
 def test_an_idle_machine_keeps_all_threads_and_seldom_tries_fewer():
-    used = simulate(ThreadPolicy(2), idle, 1000)
+    used = simulate(unloaded(2), idle, 1000)
     assert used.count(1) <= 15
     assert used[-1] == 2
 
 
 @pytest.mark.parametrize("limit", [2, 8])
 def test_threads_that_have_the_cpu_all_the_time_are_not_tried_for_being_too_many(limit):
-    assert set(simulate(ThreadPolicy(limit), idle, 500, had_cpu=0.95)) == {limit}
+    assert set(simulate(unloaded(limit), idle, 500, had_cpu=0.95)) == {limit}
 
 
 def test_threads_that_lose_the_cpu_become_fewer():
-    policy = ThreadPolicy(2)
+    policy = unloaded(2)
     simulate(policy, idle, 100, had_cpu=0.95)
     assert simulate(policy, one_core_taken, 60, had_cpu=0.5)[-30:].count(1) >= 25
 
 
+def test_threads_that_lose_the_cpu_from_the_first_step_on_become_fewer_at_once():
+    assert simulate(unloaded(2), one_core_taken, 10, had_cpu=0.5)[:5] == [2, 1, 1, 1, 1]
+
+
 def test_a_busy_core_makes_it_drop_to_one_thread_within_a_few_steps():
-    used = simulate(ThreadPolicy(2), one_core_taken, 1000)
+    used = simulate(unloaded(2), one_core_taken, 1000)
     assert set(used[5:20]) <= {1, 2}
     assert used[5:].count(2) <= 15
 
 
 def test_time_lost_to_a_busy_core_is_small():
-    used = simulate(ThreadPolicy(2), one_core_taken, 500)
+    used = simulate(unloaded(2), one_core_taken, 500)
     assert sum(map(one_core_taken, used)) <= 1.05 * 500 * STEP
 
 
+def test_more_threads_are_seldom_tried_while_others_leave_no_cpu_for_them():
+    asked = []
+    policy = ThreadPolicy(2, has_room=lambda threads: asked.append(threads))
+    used = simulate(policy, one_core_taken, 1500)
+    assert used[10:].count(2) <= 3
+    assert len(asked) > 50 and set(asked) == {2}
+    # Whoever takes the CPU may yield it all the same: this is found out.
+    assert simulate(policy, idle, 1500)[-30:].count(2) >= 28
+
+
+def test_more_threads_are_tried_soon_after_others_left_a_cpu():
+    rooms = [1]
+    policy = ThreadPolicy(2, has_room=lambda threads: threads <= rooms[0])
+    simulate(policy, one_core_taken, 100)
+    rooms[0] = 2
+    assert simulate(policy, idle, 60)[-20:].count(2) >= 18
+
+
 def test_it_follows_a_machine_that_becomes_busy_and_idle_again():
-    policy = ThreadPolicy(2)
+    policy = unloaded(2)
     simulate(policy, idle, 300)
     assert simulate(policy, one_core_taken, 60)[-30:].count(1) >= 25
     assert simulate(policy, idle, 200)[-30:].count(2) >= 28
@@ -88,13 +115,13 @@ def test_slow_steps_now_and_then_do_not_make_it_try_slower_numbers_more_often():
     def machine(threads: int) -> float:
         return (STEP if threads == 1 else 3 * STEP) + (STEP if pauses.random() < 0.1 else 0.0)
 
-    used = simulate(ThreadPolicy(2), machine, 400)
+    used = simulate(unloaded(2), machine, 400)
     assert used.count(2) <= 12
 
 
 @pytest.mark.parametrize("limit", [3, 8, 16])
 def test_it_finds_the_number_of_free_cores(limit):
-    used = simulate(ThreadPolicy(limit), four_free_cores, 600)
+    used = simulate(unloaded(limit), four_free_cores, 600)
     best = min(map(four_free_cores, range(1, limit + 1)))
     assert sum(map(four_free_cores, used[-100:])) <= 1.15 * 100 * best
 
@@ -136,22 +163,22 @@ def test_under_a_quota_of_one_and_a_half_cores_it_is_nearly_as_fast_as_the_best_
         times.append(machine(threads))
         return times[-1]
 
-    simulate(ThreadPolicy(2), measured, 500, estimate=work)
+    simulate(unloaded(2), measured, 500, estimate=work)
     assert sum(times) <= 1.1 * min(fixed)
 
 
 def test_small_steps_use_one_thread_and_are_not_tried_on_more():
-    assert set(simulate(ThreadPolicy(4), idle, 50, estimate=MIN_THREAD_SECONDS)) == {1}
+    assert set(simulate(unloaded(4), idle, 50, estimate=MIN_THREAD_SECONDS)) == {1}
 
 
 def test_small_and_large_steps_learn_apart():
-    policy = ThreadPolicy(2)
+    policy = unloaded(2)
     simulate(policy, one_core_taken, 50)
     assert simulate(policy, idle, 3, estimate=100 * STEP)[0] == 2
 
 
 def test_threads_get_rows_of_their_own_while_all_of_them_have_the_cpu():
-    policy = ThreadPolicy(2)
+    policy = unloaded(2)
     seconds, busy, idle = 0.1, 0.7, 0.98
 
     def after(steps: int, had_cpu: float) -> bool:
@@ -163,11 +190,11 @@ def test_threads_get_rows_of_their_own_while_all_of_them_have_the_cpu():
     assert after(1, idle)
     assert not after(8, busy)
     assert after(16, idle)
-    assert ThreadPolicy(2, min_thread_seconds=0).can_split_rows(seconds)
+    assert unloaded(2, min_thread_seconds=0).can_split_rows(seconds)
 
 
 def test_without_a_minimum_all_threads_are_always_used():
-    assert set(simulate(ThreadPolicy(3, min_thread_seconds=0), one_core_taken, 50)) == {3}
+    assert set(simulate(unloaded(3, min_thread_seconds=0), one_core_taken, 50)) == {3}
 
 
 @pytest.mark.parametrize(
