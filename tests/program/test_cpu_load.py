@@ -24,6 +24,7 @@ class Machine:
         monkeypatch.setattr(time, "monotonic", lambda: self.clock)
         monkeypatch.setattr(time, "process_time", lambda: self.own)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+        monkeypatch.setattr(os, "getpriority", lambda which, who: 0)
         self.run(0.0)
 
     def run(self, seconds: float, own: float = 0.0, **busy: float) -> None:
