@@ -8,6 +8,7 @@ from typing import Any
 import gradio as gr
 
 from hfpaged.demo.answer import Answer, Progress, Sampling
+from hfpaged.demo.failure import failure_of
 from hfpaged.demo.host import Host, Message
 from hfpaged.demo.transcript import ANSWER, THOUGHT, TOOL_CALL, TOOL_RESULT, Step
 
@@ -78,7 +79,7 @@ def _make_reply(host: Host) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
                     yield [*shown, *_as_messages(progress)], now_remembered, _status_line(_numbers(progress)), gr.skip()
             except Exception as error:
                 yield shown[:-1], remembered, _status_line("Nothing was sent."), _idle(question)
-                raise gr.Error(str(error), print_exception=False) from error
+                raise failure_of(error) from error
         yield gr.skip(), gr.skip(), gr.skip(), _idle()
 
     return reply

@@ -9,6 +9,7 @@ import gradio as gr
 
 from hfpaged.demo.comparison import AS_BATCH, MOST_PROMPTS, ONE_BY_ONE, Comparison
 from hfpaged.demo.comparison_view import comparison_view
+from hfpaged.demo.failure import failure_of
 from hfpaged.demo.host import Host
 
 LONGEST_INPUT = 16_000
@@ -108,7 +109,7 @@ def _make_compare(host: Host) -> Callable[..., AsyncIterator[tuple[Any, ...]]]:
                     yield comparison_view(seen), gr.skip(), gr.skip()
         except Exception as error:
             yield gr.skip(), *_buttons(running=False)
-            raise gr.Error(str(error), print_exception=False) from error
+            raise failure_of(error) from error
         yield gr.skip(), *_buttons(running=False)
 
     return compare

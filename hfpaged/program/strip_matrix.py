@@ -68,7 +68,7 @@ class StripMatrix:
         filled = set()
         for part, places in zip(self._parts, self._places, strict=True):
             module = part.linear.packed
-            strips = strips_of(module.codes, module.scales, module.global_scale, module.format)
+            strips = strips_of(module.codes, module.scales, module.global_scale)
             spare = strips[0]
             for source, place in places:
                 self._array[place] = strips[source]

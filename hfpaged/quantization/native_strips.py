@@ -43,7 +43,7 @@ class StripsArgs(ctypes.Structure):
     ]
 
 
-def strips_of(codes: torch.Tensor, scales: torch.Tensor, multiplier: float, form: WeightFormat) -> list[Strip]:
+def strips_of(codes: torch.Tensor, scales: torch.Tensor, multiplier: float) -> list[Strip]:
     """One struct for each strip of a weight. They point into the tensors, which must stay alive and in place."""
     code_bytes, scale_bytes = codes[0].nbytes, scales[0].nbytes
     return [
@@ -71,7 +71,7 @@ class StripProduct:
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, multiplier: float, form: WeightFormat, group: int):
         self._library = _declared()
         self._tensors = (codes, scales)
-        self._array = strip_array(strips_of(codes, scales, multiplier, form))
+        self._array = strip_array(strips_of(codes, scales, multiplier))
         self._in_features = codes.shape[1] * WORD_CODES
         self._weight = strip_weight(self._array, form, group, self._in_features)
 

@@ -9,8 +9,9 @@ import pytest
 from families import build_tiny
 from tiny_chat import chat_tokenizer
 
+from hfpaged.demo.failure import failure_of
 from hfpaged.demo.host import Host
-from hfpaged.errors import AlreadyPatchedError
+from hfpaged.errors import AlreadyPatchedError, InputError
 
 pytest.importorskip("gradio", reason="needs the extra hfpaged[demo]")
 build_page = pytest.importorskip("hfpaged.demo.page").build_page
@@ -43,6 +44,12 @@ def test_a_closed_tab_stops_what_it_has_running(host):
 def test_nothing_is_fetched_from_elsewhere():
     assert "http" not in theme.STYLE_SHEET.read_text() and "@import" not in theme.STYLE_SHEET.read_text()
     assert not [sheet for sheet in theme.build_theme()._stylesheets if "//" in sheet]
+
+
+@pytest.mark.parametrize("error, printed", [(InputError("long"), False), (KeyError("lost"), True), (OSError(), True)])
+def test_only_errors_that_nothing_foresaw_are_printed(error, printed):
+    shown = failure_of(error)
+    assert shown.message and shown.print_exception is printed
 
 
 def test_hot_reload_patches_again_while_requests_run():

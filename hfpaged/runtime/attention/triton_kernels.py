@@ -161,7 +161,7 @@ def attention_kernel(
 
 @triton.jit
 def merge_kernel(
-    output, partial, partial_lse, query_start, context_len, tile_request, tile_first,
+    output, partial, partial_lse, context_len, tile_request, tile_first,
     NUM_HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_LANES: tl.constexpr, WINDOW: tl.constexpr,
     SPLITS: tl.constexpr, SMALLEST_SPLIT: tl.constexpr,
 ):  # fmt: skip

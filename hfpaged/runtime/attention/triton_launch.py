@@ -106,7 +106,7 @@ def attend_tiles(attention: Attention, tiles: Tiles, division: Division) -> None
     )  # fmt: skip
     if splits > 1:
         kernels().merge_kernel[num_tiles, num_heads](
-            output, partial, partial_lse, tables.query_start, tables.context_len, *tiles, **common
+            output, partial, partial_lse, tables.context_len, *tiles, **common
         )
 
 
