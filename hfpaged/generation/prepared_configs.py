@@ -41,7 +41,7 @@ class PreparedConfigs:
             device: of the prompt's ids.
 
         Raises:
-            UnsupportedOptionError: an option is unknown, or is not for one greedy or sampled sequence.
+            UnsupportedOptionError: an option is unknown, changes the prompt, or is for no single greedy or sampled row.
             ValueError: Transformers refuses an option.
         """
         options = dict(options)
@@ -72,6 +72,8 @@ def _prepare(
         raise UnsupportedOptionError(f"engine.submit does not know {', '.join(sorted(unknown))}")
     if config.get_generation_mode() not in ENGINE_MODES or (config.num_return_sequences or 1) > 1:
         raise UnsupportedOptionError("engine.submit takes one greedy or sampled sequence; use generate() for others")
+    if config.token_healing:
+        raise UnsupportedOptionError("engine.submit takes prompts as they are (token_healing); use generate()")
     # The tensors that this makes are kept, for prompts of any thread.
     with torch.inference_mode(False):
         model._prepare_special_tokens(config, kwargs_has_attention_mask=True, device=device, batch_size=1)

@@ -43,6 +43,7 @@ BAD_SUBMISSIONS = {
     "hidden states": ([5], {"output_hidden_states": True}, UnsupportedOptionError),
     "no cache": ([5], {"use_cache": False}, UnsupportedOptionError),
     "guidance": ([5], {"guidance_scale": 2.0}, UnsupportedOptionError),
+    "token healing": ([5], {"token_healing": True}, UnsupportedOptionError),
     "no token": ([5], {"max_new_tokens": 0}, ValueError),
     "negative length": ([5], {"max_new_tokens": -3}, ValueError),
     "max_length": ([5, 6, 7], {"max_length": 3}, ValueError),
