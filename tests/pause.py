@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from internals import workspace_of
+from engine.hooks import runs
 
 import hfpaged
 
@@ -19,19 +20,17 @@ def paused_at_step(model: Any, number: int) -> Iterator[threading.Event]:
     Yields:
         What is set when it has stopped.
     """
-    runner = workspace_of(hfpaged.engine(model)).runner
     reached, go_on = threading.Event(), threading.Event()
-    run, steps = runner.run, iter(range(1, 1 << 30))
+    steps = itertools.count(1)
 
-    def run_or_wait(*args: Any, **kwargs: Any) -> Any:
+    def run_or_wait(run: Callable[..., Any], *args: Any) -> Any:
         if next(steps) == number:
             reached.set()
             go_on.wait(60)
-        return run(*args, **kwargs)
+        return run(*args)
 
-    runner.run = run_or_wait
     try:
-        yield reached
+        with runs(hfpaged.engine(model), run_or_wait):
+            yield reached
     finally:
-        runner.run = run
         go_on.set()

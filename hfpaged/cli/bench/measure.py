@@ -26,10 +26,12 @@ class Measurement:
 
     @property
     def median(self) -> float:
+        """Of the seconds of all turns."""
         return statistics.median(self.seconds)
 
     @property
     def disturbed(self) -> bool:
+        """Whether other processes were busy in one of the turns."""
         return any(map(is_disturbed, self.foreign_cores))
 
 

@@ -31,6 +31,7 @@ class StepShape:
 
     @property
     def tokens(self) -> int:
+        """New tokens of all requests."""
         return self.requests * self.new_tokens
 
 
