@@ -9,12 +9,12 @@ import pytest
 from families import build_tiny
 from tiny_chat import chat_tokenizer
 
-from hfpaged.demo.failure import failure_of
 from hfpaged.demo.host import Host
 from hfpaged.errors import AlreadyPatchedError, InputError
 
 pytest.importorskip("gradio", reason="needs the extra hfpaged[demo]")
 build_page = pytest.importorskip("hfpaged.demo.page").build_page
+failure_of = pytest.importorskip("hfpaged.demo.failure").failure_of
 theme = pytest.importorskip("hfpaged.demo.theme")
 
 
