@@ -91,14 +91,7 @@ def truncate(scores: Tensor, truncations: Sequence[Truncation]) -> Candidates:
     Raises:
         NativeKernelError: unless `can_truncate`.
     """
-    by_rank = [row for row, truncation in enumerate(truncations) if truncation.top_k is not None]
-    by_mass = [row for row, truncation in enumerate(truncations) if truncation.top_k is None]
-    likely: list[LikelyTokens | None] = [None] * len(scores)
-    for rows, find in ((by_rank, _likely_by_rank), (by_mass, _likely_by_mass)):
-        if rows:
-            found = find(_rows(scores, rows), [truncations[row] for row in rows])
-            for row, tokens in zip(rows, found, strict=True):
-                likely[row] = tokens
+    likely = _likely(scores, truncations)
     nothing = LikelyTokens(np.empty(0, dtype=np.float32))
     kept = nuclei([nothing if tokens is None else tokens for tokens in likely], [each.top_p for each in truncations])
     doubtful = {row: _least_likely(kept.scores[row], count) for row, count in enumerate(kept.doubtful) if count}
@@ -111,6 +104,19 @@ def truncate(scores: Tensor, truncations: Sequence[Truncation]) -> Candidates:
         uncertain,
         {row: left for row, columns in doubtful.items() if (left := _finite(kept.scores[row], columns))},
     )
+
+
+def _likely(scores: Tensor, truncations: Sequence[Truncation]) -> list[LikelyTokens | None]:
+    """The tokens that top-k leaves, or that may be in the nucleus; None for a row where too many are tied."""
+    by_rank = [row for row, truncation in enumerate(truncations) if truncation.top_k is not None]
+    by_mass = [row for row, truncation in enumerate(truncations) if truncation.top_k is None]
+    likely: list[LikelyTokens | None] = [None] * len(scores)
+    for rows, find in ((by_rank, _likely_by_rank), (by_mass, _likely_by_mass)):
+        if rows:
+            found = find(_rows(scores, rows), [truncations[row] for row in rows])
+            for row, tokens in zip(rows, found, strict=True):
+                likely[row] = tokens
+    return likely
 
 
 def _rows(scores: Tensor, rows: list[int]) -> Tensor:
