@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hfpaged.runtime.request_spec import RequestSpec
-from hfpaged.runtime.weights import WeightsWatch
+from hfpaged.runtime.weights_watch import WeightsWatch
 from hfpaged.runtime.workspaces import Workspaces
 
 

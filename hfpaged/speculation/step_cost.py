@@ -16,13 +16,14 @@ ENOUGH_STEPS = 8
 
 @dataclass
 class SizeCost:
-    """Steps of about the same number of tokens: smoothed tokens and seconds."""
+    """Steps of about the same number of tokens: smoothed tokens and seconds, and how many steps there were."""
 
     tokens: float
     seconds: float
     steps: int = 1
 
     def add(self, tokens: int, seconds: float) -> None:
+        """One more step of about this size."""
         weight = max(FASTER if seconds < self.seconds else SLOWER, 1 / self.steps)
         self.tokens += weight * (tokens - self.tokens)
         self.seconds += weight * (seconds - self.seconds)

@@ -9,8 +9,14 @@ from torch import nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from hfpaged.native import library
-from hfpaged.runtime import weights
-from hfpaged.runtime.weights import WeightsWatch, fingerprint, plain_tensors, weights_fingerprint, weights_identity
+from hfpaged.runtime import weights_watch
+from hfpaged.runtime.weights_watch import (
+    WeightsWatch,
+    fingerprint,
+    plain_tensors,
+    weights_fingerprint,
+    weights_identity,
+)
 
 HAS_KERNELS = library.unavailable() is None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.uint8, torch.bool, torch.int64)
@@ -137,7 +143,7 @@ def test_watch_reads_the_bytes_when_asked(model, hashed_by):
 
 
 def test_watch_of_frozen_weights_never_reads(model, monkeypatch):
-    monkeypatch.setattr(weights, "fingerprint", lambda tensor: pytest.fail("the weights were read"))
+    monkeypatch.setattr(weights_watch, "fingerprint", lambda tensor: pytest.fail("the weights were read"))
     watch = WeightsWatch(model, watch_content=False)
     model.lm_head.weight.data += 1
     assert not watch.changed(model, look_at_content=True)
@@ -176,7 +182,7 @@ def test_shared_memory_is_read_once(model, monkeypatch):
     model.lm_head.weight = model.model.embed_tokens.weight
     model.register_buffer("alias", model.lm_head.weight.detach())
     read = []
-    monkeypatch.setattr(weights, "fingerprint", lambda tensor: read.append(tensor.data_ptr()) or 0)
+    monkeypatch.setattr(weights_watch, "fingerprint", lambda tensor: read.append(tensor.data_ptr()) or 0)
     weights_fingerprint(model)
     assert read.count(model.lm_head.weight.data_ptr()) == 1
     assert len(read) == len(set(read))
@@ -238,9 +244,9 @@ def test_empty_tensors(hashed_by):
 @pytest.mark.skipif(not HAS_KERNELS, reason="no kernels here")
 def test_chunks_do_not_show(monkeypatch):
     tensor = torch.randn(1000)
-    whole = int(weights._torch_fingerprint(tensor))
-    monkeypatch.setattr(weights, "FALLBACK_CHUNK", 64)
-    assert int(weights._torch_fingerprint(tensor)) == whole
+    whole = int(weights_watch._torch_fingerprint(tensor))
+    monkeypatch.setattr(weights_watch, "FALLBACK_CHUNK", 64)
+    assert int(weights_watch._torch_fingerprint(tensor)) == whole
 
 
 # ---- tensors made of tensors ----
