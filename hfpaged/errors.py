@@ -1,4 +1,7 @@
-"""Every exception hfpaged raises on purpose. All derive from HfpagedError; a bad value is a ValueError too."""
+"""The exceptions that users of hfpaged meet. All derive from HfpagedError; a bad value is a ValueError too.
+
+What one part of the package raises for another is defined there.
+"""
 
 from __future__ import annotations
 
@@ -51,6 +54,18 @@ class RequestTooLargeError(HfpagedError, ValueError):
 
 class RequestCancelled(HfpagedError):
     """The request was cancelled before it finished."""
+
+
+class InvalidScoresError(HfpagedError, RuntimeError):
+    """The processed scores of a sampled row contain NaN or +inf, or every token is excluded.
+
+    A RuntimeError too, because that is what `torch.multinomial` raises for such a row in stock `generate`.
+    """
+
+    def __init__(
+        self, message: str = "cannot sample: the processed scores contain NaN or +inf, or every token is excluded"
+    ):
+        super().__init__(message)
 
 
 class EngineReleasedError(HfpagedError):

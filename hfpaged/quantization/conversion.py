@@ -30,7 +30,7 @@ _SHARD_BYTES = 1 << 30
 
 
 @dataclass
-class ConversionError:
+class SquaredError:
     """Squared error against the source, summed over the packed weights.
 
     Attributes:
@@ -74,7 +74,7 @@ class Conversion:
         self._groups = self._packable()
         if not self._groups:
             raise CheckpointError(f"{source} has no linear layer that {form.value} can hold")
-        self.error = ConversionError()
+        self.error = SquaredError()
 
     @property
     def num_tensors(self) -> int:
@@ -177,7 +177,7 @@ class Conversion:
             if metadata.get("packed") != self._form.value or metadata.get("sources") != str(len(names)):
                 raise CheckpointError(f"{file} is from another conversion; choose an empty folder")
             before = json.loads(metadata["error"])
-            self.error = ConversionError(before["difference"], before["norm"], tuple(before["worst"]))
+            self.error = SquaredError(before["difference"], before["norm"], tuple(before["worst"]))
             return list(opened.keys())
 
     def _error_text(self) -> str:

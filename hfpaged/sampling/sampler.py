@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from hfpaged.errors import InvalidScoresError
 from hfpaged.sampling.candidates import Candidates, can_truncate, truncate
 from hfpaged.sampling.distribution import first_maximum, inverse_cdf
-from hfpaged.sampling.errors import INVALID_SCORES, InvalidScoresError
 from hfpaged.sampling.processors import CompiledProcessors, apply_stages
 from hfpaged.sampling.rng import uniforms
 from hfpaged.sampling.stages import EXCLUDED
@@ -67,7 +67,7 @@ class Drawn:
     def of_tokens(cls, tokens: list[int]) -> Drawn:
         """Tokens that were drawn elsewhere, for rows that want nothing else; -1 is one that could not be."""
         nothing: list[None] = [None] * len(tokens)
-        errors = [InvalidScoresError(INVALID_SCORES) if token == _NO_TOKEN else None for token in tokens]
+        errors = [InvalidScoresError() if token == _NO_TOKEN else None for token in tokens]
         return cls(tokens, nothing, nothing, errors)
 
 
@@ -237,7 +237,7 @@ class _Batch:
 
     def _settle(self, index: int, token: int) -> None:
         if token == _NO_TOKEN:
-            self.errors[index] = InvalidScoresError(INVALID_SCORES)
+            self.errors[index] = InvalidScoresError()
         else:
             self.tokens[index] = token
 

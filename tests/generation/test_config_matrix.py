@@ -31,8 +31,7 @@ from transformers import (
 )
 
 import hfpaged
-from hfpaged.errors import InputError
-from hfpaged.sampling.errors import InvalidScoresError
+from hfpaged.errors import InputError, InvalidScoresError
 
 PROBES = {**FIELDS, **ARGUMENTS}
 TEXTS = (

@@ -19,7 +19,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from hfpaged.sampling.errors import InvalidScoresError
+from hfpaged.errors import InvalidScoresError
 from hfpaged.sampling.processors import CompiledProcessors
 from hfpaged.sampling.sampler import Sampler, SampleRow
 

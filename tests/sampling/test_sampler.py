@@ -18,9 +18,9 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from hfpaged.errors import InvalidScoresError
 from hfpaged.native import library
 from hfpaged.sampling.distribution import inverse_cdf
-from hfpaged.sampling.errors import InvalidScoresError
 from hfpaged.sampling.processors import CompiledProcessors
 from hfpaged.sampling.sampler import Sampler, SampleRow, draw_from_scores
 

@@ -20,11 +20,11 @@ from hfpaged.errors import (
     ConfigError,
     EngineDeadError,
     InputError,
+    InvalidScoresError,
     RequestCancelled,
     RequestTooLargeError,
     UnsupportedOptionError,
 )
-from hfpaged.sampling.errors import InvalidScoresError
 from hfpaged.serving.process.client import EngineClient
 from hfpaged.serving.process.core_process import CoreProcess
 from hfpaged.serving.process.messages import (

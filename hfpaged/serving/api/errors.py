@@ -16,10 +16,10 @@ from hfpaged.errors import (
     EngineDeadError,
     HfpagedError,
     InputError,
+    InvalidScoresError,
     RequestTooLargeError,
     UnsupportedOptionError,
 )
-from hfpaged.sampling.errors import InvalidScoresError
 from hfpaged.text.surrogates import without_lone_surrogates
 
 logger = logging.getLogger(__name__)

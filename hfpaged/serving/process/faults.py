@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hfpaged import errors
-from hfpaged.sampling.errors import InvalidScoresError
 from hfpaged.serving.process.messages import Fault
 
 LONGEST_MESSAGE = 2000
@@ -22,7 +21,7 @@ _BY_MESSAGE: dict[str, type[errors.HfpagedError]] = {
         errors.NativeKernelError,
         errors.MissingDependencyError,
         errors.ModelDownloadError,
-        InvalidScoresError,
+        errors.InvalidScoresError,
     )
 }
 
