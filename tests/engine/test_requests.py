@@ -178,7 +178,7 @@ def test_random_use_keeps_the_books_and_the_texts(patched, neighbour_texts, num_
     choose = random.Random(num_blocks)
     handles = []
     alone(model, PROMPT, max_new_tokens=2, **GREEDY)
-    with after_each_step(engine, engine._stepper.check) as steps:
+    with after_each_step(engine, engine.check) as steps:
         for _ in range(8):
             with paused(engine):
                 for _ in range(10):
