@@ -7,6 +7,7 @@ the closer the two models, the more often they draw alike.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -19,10 +20,18 @@ from hfpaged.runtime.request_spec import RequestSpec
 from hfpaged.sampling.sampler import Sampler, SampleRow
 from hfpaged.sampling.stop import StopRule
 from hfpaged.speculation.draft_length import FIRST_RATE, Acceptance, DraftLength
+from hfpaged.speculation.step_cost import StepCost
 
 if TYPE_CHECKING:
     # Which itself speaks to draft models.
     from hfpaged.runtime.live_requests import LiveRequests
+
+# A model guesses about as well all over a text, unlike what copies earlier parts of it, and where its guesses only just
+# pay, a few wrong ones must not end them.
+_MEMORY = 0.95
+# Times what a round usually costs. More is counted as this much: something held it up, and if nobody guesses any more,
+# nobody finds out.
+_MOST_SURPRISE = 2.0
 
 
 class DraftSteps(Protocol):
@@ -32,7 +41,6 @@ class DraftSteps(Protocol):
 
     def admit(self, specs: Sequence[RequestSpec], handles: Sequence[GenerationHandle]) -> None: ...
     def step(self) -> bool: ...
-    def step_seconds(self, tokens: int) -> float | None: ...
     def release(self) -> None: ...
 
 
@@ -78,6 +86,9 @@ class DraftModel:
         self._on_failure = on_failure
         self._sampler = Sampler()
         self._texts: dict[int, DraftedText] = {}
+        # Of one guess for each of so many texts, in steps of the target at that time: machines are faster and slower,
+        # and while nobody guesses only the target's steps show it.
+        self._round_cost = StepCost()
         # Hopeful, so that the first texts show how good it is even where only a very good one pays.
         self._acceptance = Acceptance(rate=0.95, memory=0.98)
 
@@ -85,7 +96,7 @@ class DraftModel:
         """Follow a request from its first guess on."""
         # The draft model sees tokens only when it is first asked: until then the target has its prompt to compute.
         handle = GenerationHandle(request.id, len(request.tokens), lambda handle: None)
-        length = DraftLength(spec.guesses.num_tokens, max(FIRST_RATE, self._acceptance.rate))
+        length = DraftLength(spec.guesses.num_tokens, max(FIRST_RATE, self._acceptance.rate), _MEMORY)
         self._texts[request.id] = DraftedText(request, spec, handle, length, [])
 
     def forget(self, request_id: int) -> None:
@@ -112,20 +123,23 @@ class DraftModel:
             The guesses by request id; requests whose texts the draft model has still to read get none.
         """
         texts = [self._texts[request_id] for request_id in limits if request_id in self._texts]
-        seconds = self._steps.step_seconds(len(texts))
-        if seconds is not None and target_seconds is not None:
-            # A guess is paid for twice: here with its share of a step as well.
-            costs = [cost + guesses * seconds / target_seconds for guesses, cost in enumerate(costs)]
+        # A guess is paid for twice: here with its share of a round as well.
+        round_cost = self._round_cost.seconds(len(texts)) or 0.0
+        costs = [cost + guesses * round_cost for guesses, cost in enumerate(costs)]
         for text in texts:
             # A text that it has not begun to read is not read for one guess.
             wanted = text.length.next(costs, may_retry=bool(text.fed))
             text.guesses, text.wanted = [], min(wanted, limits[text.request.id])
         texts = [text for text in texts if text.wanted]
+        reads_prompts = not all(text.fed for text in texts)
         for text in texts:
             self._catch_up(text)
         for _ in range(max((text.wanted for text in texts), default=0)):
+            began = time.perf_counter()
             if not self._steps.step() or not self._guess(texts):
                 break
+            if target_seconds is not None and not reads_prompts:
+                self._learn_cost(len(texts), (time.perf_counter() - began) / target_seconds)
         self._drop_failed(texts)
         return {text.request.id: text.guesses for text in texts if text.guesses}
 
@@ -134,6 +148,11 @@ class DraftModel:
         if request_id in self._texts:
             self._texts[request_id].length.learn(guessed, accepted)
             self._acceptance.learn(guessed, accepted)
+
+    def _learn_cost(self, texts: int, cost: float) -> None:
+        """A round of so many texts cost this many steps of the target."""
+        usual = self._round_cost.seconds(texts)
+        self._round_cost.record(texts, cost if usual is None else min(cost, _MOST_SURPRISE * usual))
 
     def _catch_up(self, text: DraftedText) -> None:
         """Give the draft model the text as the target has it: without the guesses that fell, with what came instead."""

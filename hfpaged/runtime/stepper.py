@@ -122,10 +122,6 @@ class Stepper:
         self._propose_drafts()
         return any(self._step(workspace) for workspace in self.workspaces.in_turn())
 
-    def step_seconds(self, tokens: int) -> float | None:
-        """About how long a step of so many tokens takes; None if that is not known."""
-        return self._speculation.step_cost.seconds(tokens)
-
     def _step(self, workspace: Workspace) -> bool:
         """Plan a step, carry it out and commit it. Returns False when there is nothing to do in the workspace."""
         if workspace.adapters is not None:
@@ -153,7 +149,7 @@ class Stepper:
             self._commit_launched(workspace, step)
         else:
             self._commit_computed(workspace, step)
-            self._speculation.step_cost.record(plan.num_tokens, ran - planned)
+            self._speculation.step_cost.record(plan.num_tokens, time.perf_counter() - began)
         self._count_step(planned, ran)
         return True
 

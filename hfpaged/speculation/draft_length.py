@@ -41,11 +41,12 @@ class DraftLength:
     Args:
         most: never guess more tokens than this.
         rate: how often its guesses are expected to be right.
+        memory: how much of earlier steps counts at each new one.
     """
 
-    def __init__(self, most: int, rate: float = FIRST_RATE):
+    def __init__(self, most: int, rate: float = FIRST_RATE, memory: float = MEMORY):
         self.most = most
-        self._acceptance = Acceptance(rate)
+        self._acceptance = Acceptance(rate, memory)
         self._idle_steps = 0
         self._retry_after = RETRY_AFTER
 
