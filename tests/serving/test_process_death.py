@@ -43,7 +43,7 @@ def test_a_killed_engine_fails_every_waiter_and_is_replaced(
         began = time.monotonic()
         for waiter in waiters:
             waiter.join(5)
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 10
         assert len(errors) == 30
         assert all(isinstance(error, EngineDeadError) and "SIGKILL" in str(error) for error in errors)
         assert client.num_running == 0
