@@ -91,15 +91,17 @@ def test_a_body_without_a_length_is_limited_too(server) -> None:
 
 
 def test_memory_stays_where_it_was(server) -> None:
+    """Allocators keep some of what is freed, more with each thread; what is not freed would be more in every round."""
     process = psutil.Process()
     bodies = [body for name, body in BODIES.items() if name != "long prompt"]
-    for body in bodies:
-        httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=20)
-    before = process.memory_info().rss
-    for _ in range(2):
+    kept_bodies = sum(map(len, bodies))
+    growth = []
+    while not growth or growth[-1] > kept_bodies / 2:
+        assert len(growth) < 10, growth
+        before = process.memory_info().rss
         for body in bodies:
             httpx.post(f"{server.url}/v1/completions", content=body, headers=JSON, timeout=20)
-    assert process.memory_info().rss - before < 64 << 20
+        growth.append(process.memory_info().rss - before)
 
 
 @pytest.mark.parametrize(
