@@ -18,7 +18,14 @@ _PART = 0.4
 
 @dataclass(frozen=True)
 class _Reading:
-    """Seconds: of a clock, that the CPUs of this process were busy, and that this process was what kept them busy."""
+    """The CPUs that this process may use.
+
+    Attributes:
+        clock: when, in seconds.
+        busy: seconds that they all have been busy.
+        own: seconds of it with this process.
+        cpus: how many they are.
+    """
 
     clock: float
     busy: float

@@ -124,7 +124,7 @@ class DraftModel:
         """
         texts = [self._texts[request_id] for request_id in limits if request_id in self._texts]
         # A guess is paid for twice: here with its share of a round as well.
-        round_cost = self._round_cost.seconds(len(texts)) or 0.0
+        round_cost = self._round_cost.time(len(texts)) or 0.0
         costs = [cost + guesses * round_cost for guesses, cost in enumerate(costs)]
         for text in texts:
             # A text that it has not begun to read is not read for one guess.
@@ -151,7 +151,7 @@ class DraftModel:
 
     def _learn_cost(self, texts: int, cost: float) -> None:
         """A round of so many texts cost this many steps of the target."""
-        usual = self._round_cost.seconds(texts)
+        usual = self._round_cost.time(texts)
         self._round_cost.record(texts, cost if usual is None else min(cost, _MOST_SURPRISE * usual))
 
     def _catch_up(self, text: DraftedText) -> None:

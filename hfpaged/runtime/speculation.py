@@ -89,7 +89,7 @@ class Speculation:
         }
         for draft_model in set(self._drafted_by.values()):
             mine = {one: limit for one, limit in limits.items() if self._drafted_by.get(one) is draft_model}
-            found.update(draft_model.propose(mine, costs, self.step_cost.seconds(batch)))
+            found.update(draft_model.propose(mine, costs, self.step_cost.time(batch)))
         return found
 
     def learn(self, request_id: int, guessed: int, accepted: int) -> None:

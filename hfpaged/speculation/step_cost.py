@@ -16,38 +16,41 @@ ENOUGH_STEPS = 8
 
 @dataclass
 class SizeCost:
-    """Steps of about the same number of tokens: smoothed tokens and seconds, and how many steps there were."""
+    """Steps of about the same number of tokens: smoothed tokens and time, and how many steps there were."""
 
     tokens: float
-    seconds: float
+    time: float
     steps: int = 1
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, time: float) -> None:
         """One more step of about this size."""
-        weight = max(FASTER if seconds < self.seconds else SLOWER, 1 / self.steps)
+        weight = max(FASTER if time < self.time else SLOWER, 1 / self.steps)
         self.tokens += weight * (tokens - self.tokens)
-        self.seconds += weight * (seconds - self.seconds)
+        self.time += weight * (time - self.time)
         self.steps += 1
 
 
 class StepCost:
-    """The cost of steps by their size, in classes of a factor of two."""
+    """The cost of steps by their size, in classes of a factor of two.
+
+    Times are in the unit in which they are recorded: seconds, or steps of another model.
+    """
 
     def __init__(self) -> None:
         self._sizes: dict[int, SizeCost] = {}
 
-    def record(self, tokens: int, seconds: float) -> None:
-        """A step computed `tokens` tokens in `seconds`."""
+    def record(self, tokens: int, time: float) -> None:
+        """A step computed `tokens` tokens in that time."""
         size = self._sizes.get(tokens.bit_length())
         if size is None:
-            self._sizes[tokens.bit_length()] = SizeCost(tokens, seconds)
+            self._sizes[tokens.bit_length()] = SizeCost(tokens, time)
         else:
-            size.add(tokens, seconds)
+            size.add(tokens, time)
 
-    def seconds(self, tokens: int) -> float | None:
+    def time(self, tokens: int) -> float | None:
         """About how long a step of so many tokens takes; None if that is not known."""
         size = self._sizes.get(tokens.bit_length())
-        return size.seconds if size is not None and size.steps >= ENOUGH_STEPS else None
+        return size.time if size is not None and size.steps >= ENOUGH_STEPS else None
 
     def of_guesses(self, batch: int, most: int) -> list[float]:
         """How long a step takes in which each of `batch` requests has 0, 1, ... `most` guesses, in plain steps.
@@ -66,15 +69,15 @@ class StepCost:
         return costs
 
     def _points(self, batch: int) -> list[tuple[float, float]]:
-        """(tokens, seconds) of what is known of steps of one token a request and of larger ones, the smallest first."""
-        if self.seconds(batch) is None:
+        """(tokens, time) of what is known of steps of one token a request and of larger ones, the smallest first."""
+        if self.time(batch) is None:
             return []
         known = (size for name, size in self._sizes.items() if name >= batch.bit_length())
-        return sorted((size.tokens, size.seconds) for size in known if size.steps >= ENOUGH_STEPS)
+        return sorted((size.tokens, size.time) for size in known if size.steps >= ENOUGH_STEPS)
 
 
 def _on_lines(points: list[tuple[float, float]], tokens: int) -> float:
-    """Seconds at `tokens`, by the line through the two points around it, or through the first or last two."""
+    """The time at `tokens`, by the line through the two points around it, or through the first or last two."""
     upper = next((index for index in range(1, len(points)) if points[index][0] >= tokens), len(points) - 1)
     (x0, y0), (x1, y1) = points[upper - 1], points[upper]
     return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)

@@ -63,5 +63,5 @@ def test_it_follows_a_machine_that_becomes_slower():
     cost = measured(0.02, 0.001)
     for _ in range(60):
         cost.record(16, 0.072)
-    assert cost.seconds(16) == pytest.approx(0.072, rel=0.01)
-    assert cost.seconds(300) is None
+    assert cost.time(16) == pytest.approx(0.072, rel=0.01)
+    assert cost.time(300) is None
